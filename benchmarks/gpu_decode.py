@@ -45,7 +45,7 @@ from kvrecall.backends.transformers import RetrievalCache
 from kvrecall.backends.transformers.layer import RetrievalLayer
 from kvrecall.backends.transformers.rotary import rotaries_of
 from kvrecall.backends.transformers.signature import ModelSignature
-from kvrecall.backends.transformers.statistics import ModelStatistics
+from kvrecall.backends.transformers.statistics_file import ModelStatistics
 from kvrecall.cache.device_memory import free_device_bytes
 from kvrecall.core.errors import DeviceMemoryError, HostMemoryError
 from kvrecall.core.fp8_rows import host_row_bytes

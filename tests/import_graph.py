@@ -10,16 +10,16 @@ from pathlib import Path
 Graph = dict[str, set[str]]
 
 
-def graphs(package: Path) -> tuple[Graph, Graph]:
+def graphs(package: Path, types: bool = False) -> tuple[Graph, Graph]:
     """Imports between the modules of a package, by dotted names: those that run with the module, and those inside functions.
 
-    What stands under `if TYPE_CHECKING` never runs and is in neither.
+    What stands under `if TYPE_CHECKING` never runs and is in neither, or among the first with `types`.
     """
     modules = {_name(path, package): path for path in sorted(package.rglob("*.py"))}
     loaded: Graph = {name: set() for name in modules}
     called: Graph = {name: set() for name in modules}
     for name, path in modules.items():
-        for node, inside in _imports(ast.parse(path.read_text()), False):
+        for node, inside in _imports(ast.parse(path.read_text()), False, types):
             (called if inside else loaded)[name].update(_targets(node, modules) - {name})
     return loaded, called
 
@@ -69,10 +69,10 @@ def _targets(node: ast.Import | ast.ImportFrom, modules: dict[str, Path]) -> set
     return {name if name in modules else str(node.module) for name in inner} & set(modules)
 
 
-def _imports(node: ast.AST, inside: bool) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
+def _imports(node: ast.AST, inside: bool, types: bool) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+        if not types and isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             continue
         if isinstance(child, ast.Import | ast.ImportFrom):
             yield child, inside
-        yield from _imports(child, inside or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
+        yield from _imports(child, inside or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef), types)

@@ -224,7 +224,10 @@ def test_what_cannot_be_asked_is_unknown_and_told_once() -> None:
 
 
 def test_a_norm_behind_the_embedding_is_unknown() -> None:
-    assert ask_model(norm_behind_the_embedding()).unknown == (0, 1, 2)
+    """Also with weights of ones, which a new model has and a trained one has not."""
+    new = transformers.HunYuanDenseV1ForCausalLM(transformers.HunYuanDenseV1Config(**SMALL)).eval()
+    for model in (new, norm_behind_the_embedding()):
+        assert ask_model(model).unknown == (0, 1, 2)
 
 
 def test_a_model_that_fails_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,8 @@ from kvrecall.backends.transformers import RetrievalCache, attach
 from kvrecall.backends.transformers import statistics as module
 from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.backends.transformers.rotary import rotaries_of
-from kvrecall.backends.transformers.statistics import ModelStatistics, Source, observed, statistics_of
+from kvrecall.backends.transformers.statistics import Source, observed, statistics_of
+from kvrecall.backends.transformers.statistics_file import ModelStatistics
 from kvrecall.core.errors import StatisticsError
 from kvrecall.engine.generate import generate
 from kvrecall.engine.prefill import prefill

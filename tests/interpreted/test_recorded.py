@@ -17,7 +17,7 @@ from torch import Tensor
 import kvrecall
 from kvrecall import engine
 from kvrecall.backends.transformers.cache_name import cache_argument
-from kvrecall.backends.transformers.pools import pool_of
+from kvrecall.backends.transformers.cache_state import pool_of
 from tests.backends.models import tiny
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")

@@ -2,129 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 from weakref import ref
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from kvrecall.backends.interrupt import deferred_interrupt
 from kvrecall.backends.memory import as_before, check_device, layers_near
-from kvrecall.backends.transformers import passes
-from kvrecall.backends.transformers.families import check_config, factor_switch, template
-from kvrecall.backends.transformers.fingerprint import Computation, computation_of
+from kvrecall.backends.transformers import passes, session
+from kvrecall.backends.transformers.cache_state import CacheState, check_method, check_rows_on_device
+from kvrecall.backends.transformers.families import template
 from kvrecall.backends.transformers.layer import RetrievalLayer
 from kvrecall.backends.transformers.other_layers import LayersBefore, can_crop, keeps_running_state
 from kvrecall.backends.transformers.owner import Claim, Owner, operation, request
 from kvrecall.backends.transformers.passes import ForwardPass, Inputs
-from kvrecall.backends.transformers.pools import pool_of
+from kvrecall.backends.transformers.session import SessionInfo
 from kvrecall.backends.transformers.signature import ModelSignature
-from kvrecall.backends.transformers.statistics import ModelStatistics, statistics_of
+from kvrecall.backends.transformers.statistics import statistics_of
 from kvrecall.backends.transformers.token_log import TokenLog
-from kvrecall.cache.blocks import BlockTable
 from kvrecall.cache.device_memory import has_own_memory, room_for_rows
 from kvrecall.cache.host_memory import available_host_bytes
 from kvrecall.core.counts import integer
 from kvrecall.core.errors import (
-    CacheInUseError,
-    CacheWriterError,
     HostMemoryError,
-    InterruptedPassError,
     NotAttachedError,
     ParameterError,
 )
-from kvrecall.core.fp8_rows import SCALE_BYTES, check_host_rows
-from kvrecall.core.process import check_process
+from kvrecall.core.fp8_rows import SCALE_BYTES
 from kvrecall.core.structs import lasting_tensors
 from kvrecall.layer.stats import CacheStats
 from kvrecall.methods.base import Method
-
-if TYPE_CHECKING:
-    from kvrecall.backends.transformers.session import SavedState, SessionInfo
 
 _CHECKED_TOKENS = 256
 """Appends of more tokens than this check free host memory first; for single tokens the check would take too long."""
 
 
-class RetrievalCache(Cache):
+class RetrievalCache(CacheState):
     """Drop-in cache for `generate` inside `kvrecall.attach(model)`.
 
     Sliding-window, linear and other special layers of hybrid models keep transformers' own cache layers. Captured decoding
     replaces sliding ones until it ends.
     """
-
-    def __init__(
-        self, config: PretrainedConfig, method: Method, *, profile: bool = False, observe_queries: int = 0,
-        rows_on_device: bool | None = None, host_rows: Literal["plain", "fp8"] = "plain",
-    ) -> None:  # fmt: skip
-        """config: the model's. method: e.g. `kvrecall.methods.recommended()`. profile: time the stages on a GPU too.
-
-        observe_queries: how many last queries of a prompt to remember for forks under PRKV or CTkvr, if the method itself needs
-        none (2,048 are enough for all).
-
-        rows_on_device: False keeps rows of layers without search in host memory. By default they lie on a GPU while it has
-        room.
-
-        host_rows: "fp8" keeps keys and values in host memory as e4m3 with a scale per key and per value: half the memory and
-        half the bytes over the bus of 16-bit rows, at a loss (docs/guide/memory.md). Rows on the device stay as they are.
-        """
-        check_process()
-        check_host_rows(host_rows)
-        _check_rows_on_device(rows_on_device)
-        _check_method(method)
-        check_config(config)
-        observe_queries = integer("observe_queries", observe_queries, "2,048 are enough for all methods.", least=0)
-        self.method, self.profile, self.observe_queries = method, profile, observe_queries
-        self.rows_on_device, self.host_rows = rows_on_device, host_rows
-        self.signature = ModelSignature.of(config)
-        for number, _ in method.per_layer:
-            if number >= self.signature.layers:
-                expected = f"layers of the model, 0 to {self.signature.layers - 1}"
-                raise ParameterError("per_layer", expected, number, "The method may have been tuned for another model.")
-        self._config = config
-        self._writer: Computation | None = None
-        """What computed the stored tokens; None in a loaded cache that no model has used."""
-        self._session: SavedState | None = None
-        """The session that this cache was last saved to or loaded from; forks share it."""
-        self._known_configs: dict[int, tuple[PretrainedConfig, bool]] = {}  # keeps configs alive, so that ids stay unique
-        self.reserved_tokens = 0
-        self.prefilling = False
-        """Whether new tokens belong to a prompt, even if few; see `reading_prompt`."""
-        self.prompt_length = 0
-        """Inside `reading_prompt`: positions of the whole prompt."""
-        self.factor_switch = factor_switch(config)
-        """As in `families`."""
-        self.long_factors: bool | None = None
-        """Under longrope: whether the keys have the long factors; None while that is open."""
-        self.on_queries: Callable[[int, Tensor], None] | None = None
-        """Called with (layer, queries `[B, H_q, T, D]`) before each attention; for tracing."""
-        self.tokens = TokenLog()
-        """Ids of the stored tokens."""
-        self.owner = Owner()
-        """Which thread and which request work on this cache."""
-        self.running: ForwardPass | None = None
-        """The current forward pass over this cache."""
-        self.statistics: ModelStatistics | None = None
-        """Key statistics of the model that fills this cache; forks share them."""
-        self.tokenizer: Any = None
-        """For the text that key statistics come from; None: found by the model's `name_or_path`."""
-        self._model: ref[PreTrainedModel] | None = None
-        self.tables: list[BlockTable] | None = None
-        """Block tables of the sequences, for all layers; None while the cache is empty."""
-        layers: list[Any] = [RetrievalLayer(self, i) if type(x) is DynamicLayer else x for i, x in enumerate(template(config))]
-        super().__init__(layers=layers)
-        self._attention_numbers = [number for number, x in enumerate(self.layers) if isinstance(x, CacheLayerMixin)]
-        """The layers that store keys: retrieval layers and transformers' own."""
-        self.runs_states = any(keeps_running_state(layer) for layer in self.layers)
-        """Whether layers keep a running state: Mamba, convolutions, linear attention."""
-        self._before: LayersBefore | None = None
-        """transformers' layers before the last forward pass: a crop cannot restore what left a window or ran into a state."""
 
     @classmethod
     def from_file(cls, config: PretrainedConfig, path: str | Path, **options: Any) -> RetrievalCache:
@@ -138,29 +62,9 @@ class RetrievalCache(Cache):
         return cls(config, load_method(path, ModelSignature.of(config).layers), **options)
 
     @property
-    def retrieval_layers(self) -> list[RetrievalLayer]:
-        """The layers that retrieve."""
-        return [layer for layer in self.layers if isinstance(layer, RetrievalLayer)]
-
-    @property
     def members(self) -> list[RetrievalCache]:
         """This cache; for calls with several, see `JointCache`."""
         return [self]
-
-    @property
-    def sequences(self) -> int:
-        """B, the number of sequences; 0 while the cache is empty."""
-        return max((x.state.shape.sequences for x in self.retrieval_layers if x.state is not None), default=0)
-
-    @property
-    def valid(self) -> Tensor | None:
-        """bool `[B, tokens]` on the CPU, False for padding; None without padding."""
-        return self.retrieval_layers[0]._valid
-
-    @property
-    def small_rows(self) -> bool:
-        """Whether rows in host memory are in eight bits."""
-        return self.host_rows == "fp8"
 
     @property
     def wants_statistics(self) -> bool:
@@ -176,24 +80,6 @@ class RetrievalCache(Cache):
         self._model = ref(model)
         if self.statistics is None and self.wants_statistics:
             self.statistics = statistics_of(model, self.tokenizer)
-
-    def meet(self, model: PreTrainedModel) -> None:
-        """Before a forward pass: the model with its adapters must compute as it did when it filled the cache.
-
-        Raises CacheWriterError if it does not, SessionError for a loaded cache. An empty cache may be filled by any. Weights
-        that cannot be read (sharded) are the same as long as none has been written or replaced.
-        """
-        now, before = computation_of(model), self._writer
-        if now is before:
-            return
-        if before is None and self._session is not None:
-            self._session.meet(model)
-            self._model = ref(model)
-        elif before is not None and (before.fingerprint.weights is None or before.fingerprint != now.fingerprint):
-            if self.get_seq_length():
-                raise CacheWriterError(str(before), str(now))
-            self.statistics = None
-        self._writer = now
 
     @operation("stats", reads=True, inside=True, captured=True, recovers=False)
     def stats(self) -> CacheStats:
@@ -212,10 +98,10 @@ class RetrievalCache(Cache):
         of a model that is not known yet; this cache is unchanged. rows_on_device: as in the class; by default as in this
         cache, unless the method changes.
         """
-        _check_rows_on_device(rows_on_device)
+        check_rows_on_device(rows_on_device)
         if rows_on_device is None and method in (None, self.method):
             rows_on_device = self.rows_on_device
-        method = self.method if method is None else _check_method(method)
+        method = self.method if method is None else check_method(method)
         fork = object.__new__(type(self))
         vars(fork).update(vars(self))
         fork.rows_on_device = rows_on_device
@@ -245,8 +131,6 @@ class RetrievalCache(Cache):
         Raises SessionError for an empty cache, one that cannot be saved, and a folder with other files; InterruptedPassError
         if the last forward pass was interrupted; OutputFileError if the disk refuses.
         """
-        from kvrecall.backends.transformers import session  # pydantic is slow to import
-
         return session.save(self, folder, rows, about)
 
     @classmethod
@@ -266,18 +150,9 @@ class RetrievalCache(Cache):
         Raises SessionError for a folder without a session, and for a session that is damaged, of a newer version, or of
         another model; HostMemoryError or DeviceMemoryError if there is no room.
         """
-        from kvrecall.backends.transformers import session
-
         options: dict[str, Any] = {"profile": profile, "rows_on_device": rows_on_device}
         options |= {} if host_rows is None else {"host_rows": host_rows}
         return session.load(cls, folder, config, model=model, device=device, verify=verify, options=options)
-
-    def block_tables(self, layer: int, sequences: int, device: torch.device) -> list[BlockTable]:
-        """Block tables of `sequences` sequences for a new layer: those of the other layers, or new ones for the first layer."""
-        if self.tables is None or len(self.tables) != sequences or layer in self.tables[0].lengths:
-            pool = pool_of(None if self._model is None else self._model(), device)
-            self.tables = [BlockTable(pool) for _ in range(sequences)]
-        return self.tables
 
     @contextmanager
     def reading_prompt(self, prompt_length: int = 0) -> Iterator[None]:
@@ -342,12 +217,6 @@ class RetrievalCache(Cache):
         """As `update_conv_state`."""
         with lasting_tensors():
             return super().update_recurrent_state(*args, **kwargs)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Logical length in tokens; by default the length that all layers have, also after an interrupted forward pass."""
-        if layer_idx:
-            return super().get_seq_length(layer_idx)
-        return min(map(self._length, self._attention_numbers))
 
     @operation("crop", captured=True)
     def crop(self, tokens_to_remove: int) -> None:
@@ -443,40 +312,6 @@ class RetrievalCache(Cache):
                 self.tables = before
                 raise
 
-    @operation("align", inside=True, captured=True)
-    def align(self) -> None:
-        """Ends an interrupted forward pass: cuts all layers to the length of the shortest one."""
-        self._recover()
-
-    def _recover(self) -> None:
-        if self.running is not None and self.running.alive():
-            return
-        torn = [layer.mend() for layer in self.retrieval_layers]
-        if self.running is not None:
-            self.running.abandon(any(torn))
-        self.undo(self.get_seq_length())
-
-    def undo(self, tokens: int) -> None:
-        """Cuts every layer to `tokens` tokens, after a forward pass that was not accepted."""
-        for layer in self.retrieval_layers:
-            layer.mend()
-        if self._before is not None and self._before.tokens == tokens:
-            self._before.restore()
-        for number in self._attention_numbers:
-            layer: Any = self.layers[number]
-            if layer.get_seq_length() > tokens:
-                layer.crop(tokens - layer.get_seq_length())
-        self.tokens.truncate(tokens)
-
-    def restore_layer(self, layer: Any) -> None:
-        """Puts one of transformers' layers back to its state before the current pass."""
-        assert self._before is not None
-        self._before.restore(layer)
-
-    def grows_too_long(self, tokens: int) -> bool:
-        """Whether stored keys have a rotary embedding for shorter texts than `tokens` tokens."""
-        return self.long_factors is False and self.factor_switch is not None and tokens > self.factor_switch
-
     def open_pass(self, inputs: Inputs, claim: Claim) -> ForwardPass:
         """Begins a forward pass. Raises InterruptedPassError if the last one was interrupted, and ShapeError for inputs that do
         not match the stored tokens; nothing is stored then."""
@@ -484,50 +319,6 @@ class RetrievalCache(Cache):
         passes.check_inputs(self, inputs)
         self._before = LayersBefore.of(self.layers, self.get_seq_length())
         return ForwardPass(self, inputs, claim)
-
-    def settle(self) -> None:
-        """Before a forward pass: repairs the cache after an interrupted pass, and raises InterruptedPassError in that case.
-
-        Raises CacheInUseError, and changes nothing, during a pass of another thread."""
-        self.owner.check("settle")
-        stale, torn = self.running, any([layer.mend() for layer in self.retrieval_layers])
-        if stale is not None:
-            torn = stale.abandon(torn)
-        if torn or len(set(map(self._length, self._attention_numbers))) > 1:
-            self._recover()
-            raise InterruptedPassError(self.get_seq_length())
-
-    def belongs_to(self, config: PretrainedConfig) -> bool:
-        """Whether a layer's config describes the model that this cache was made for."""
-        if id(config) not in self._known_configs:
-            self._known_configs[id(config)] = config, ModelSignature.of(config) == self.signature
-        return self._known_configs[id(config)][1]
-
-    @property
-    def captured(self) -> bool:
-        """Whether captured decoding has borrowed it."""
-        return any(layer.captured is not None for layer in self.retrieval_layers)
-
-    def prepare_for(self, what: str, inside: bool, captured: bool, recovers: bool) -> None:
-        """Before the operation `what`, once no other thread works on the cache; parameters as in `operation`. Raises
-        CacheInUseError and ParameterError."""
-        if not captured:
-            self._check_not_captured(what)
-        if self.running is not None and self.running.alive():
-            if not inside:
-                remedy = "Call it between two calls of the model; the cache is unchanged."
-                raise CacheInUseError(what, "a call outside a forward pass of the cache", "one inside it", remedy)
-        elif self.running is not None and recovers:
-            self._recover()
-
-    def _check_not_captured(self, what: str) -> None:
-        if self.captured:
-            remedy = "Wait until generate has returned; the cache is unchanged."
-            raise ParameterError(what, "a cache that is not being decoded", "one whose steps are captured", remedy)
-
-    def _length(self, number: int) -> int:
-        layer: Any = self.layers[number]
-        return layer.get_seq_length()
 
     def _begin_pass(self, keys: Tensor) -> None:
         if keys.shape[2] > _CHECKED_TOKENS:  # memory must be available before any layer stores
@@ -565,25 +356,5 @@ class RetrievalCache(Cache):
             row = 2 * (dim + SCALE_BYTES) * kv_heads
         return row * layers * tokens * sequences
 
-    def _device(self) -> torch.device:
-        """The layers' device; while it is unknown, a GPU if there is one."""
-        known = [layer.state.shape.device for layer in self.retrieval_layers if layer.state is not None]
-        model = None if self._model is None else self._model()
-        if known or model is not None:
-            return known[0] if known else model.device  # type: ignore[union-attr]
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
 
 _UNCHANGED = "The cache is unchanged."
-
-
-def _check_method(method: object) -> Method:
-    if not isinstance(method, Method):
-        raise ParameterError("method", "a kvrecall method", method, "For example kvrecall.methods.recommended().")
-    return method
-
-
-def _check_rows_on_device(given: object) -> None:
-    if given not in (None, False):
-        remedy = "Leave it out: rows lie on a GPU while it has room for them."
-        raise ParameterError("rows_on_device", "None or False", given, remedy)

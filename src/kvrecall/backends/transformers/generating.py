@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import update_wrapper
 from types import MethodType
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import ref
 
 import torch
@@ -22,6 +22,8 @@ from kvrecall.backends.transformers.passes import check_padding
 from kvrecall.backends.transformers.prefix import keep_prefix
 from kvrecall.core.errors import ParameterError, ShapeError, UnsupportedModelError
 
+Capture: TypeAlias = Callable[[PreTrainedModel, RetrievalCache, dict[str, Any]], AbstractContextManager[None]]
+"""Makes the context for a call of `generate` with these arguments."""
 _PREPARE = "prepare_inputs_for_generation"
 
 
@@ -30,9 +32,9 @@ class GenerateHook:
     `_prefill`, and `_get_candidate_generator` in assisted decoding. Also `prepare_inputs_for_generation`, which every step
     calls."""
 
-    def __init__(self, model: PreTrainedModel, captures: Callable[[], bool]) -> None:
-        """captures: whether steps may be captured."""
-        self._model, self._captures = ref(model), captures
+    def __init__(self, model: PreTrainedModel, capture: Callable[[], Capture | None]) -> None:
+        """capture: returns what makes the context in which a call of `generate` captures its steps; None: it does not."""
+        self._model, self._capture = ref(model), capture
         self._own: dict[str, Any] = {}
         """By name of the replaced method: what something else had replaced it with, or None."""
 
@@ -43,7 +45,7 @@ class GenerateHook:
         for name, kind in kinds.items():
             if name not in self._own and hasattr(model, name):
                 self._own[name] = vars(model).get(name)
-                setattr(model, name, kind(model, name, self._captures))
+                setattr(model, name, kind(model, name, self._capture))
 
     def remove(self) -> None:
         """Restores the model's own methods."""
@@ -59,9 +61,9 @@ class GenerateHook:
 class _Replaced:
     """A method of an attached model."""
 
-    def __init__(self, model: Any, name: str, captures: Callable[[], bool]) -> None:
+    def __init__(self, model: Any, name: str, capture: Callable[[], Capture | None]) -> None:
         own: Callable[..., Any] = getattr(model, name)
-        self._model, self._name, self._captures, self._own = ref(model), name, captures, own
+        self._model, self._name, self._capture, self._own = ref(model), name, capture, own
         update_wrapper(self, own)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -80,13 +82,9 @@ class _Generating(_Replaced):
         cache, model = given_cache(kwargs), self._model()
         if model is None or not isinstance(cache, RetrievalCache):
             return super().__call__(*args, **kwargs)
-        captured = nullcontext()
         with request(cache, "model.generate"):
-            if self._captures() and _may_capture():
-                from kvrecall.backends.transformers.capture.calls import while_generating  # needs Triton
-
-                captured = while_generating(model, cache, kwargs)
-            with captured:
+            capture = self._capture() if _may_capture() else None
+            with nullcontext() if capture is None else capture(model, cache, kwargs):
                 return super().__call__(*args, **kwargs)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -15,7 +15,10 @@ from kvrecall.backends.base import NewTokens
 from kvrecall.backends.interrupt import deferred_interrupt
 from kvrecall.backends.memory import all_or_nothing, check_device, explained, layer_bytes, zone_bytes
 from kvrecall.backends.transformers.rezone import rezoned
+from kvrecall.backends.transformers.signature import ModelSignature
+from kvrecall.backends.transformers.statistics_file import ModelStatistics
 from kvrecall.cache.block_rows import say_not_on_device
+from kvrecall.cache.blocks import BlockTable
 from kvrecall.cache.device_memory import has_own_memory, room_for_rows
 from kvrecall.core.errors import (
     CacheModelError,
@@ -33,9 +36,6 @@ from kvrecall.layer.state import LayerState
 from kvrecall.layer.undo import mend
 from kvrecall.methods.base import HEAD_DIMS, Method
 
-if TYPE_CHECKING:
-    from kvrecall.backends.transformers.cache import RetrievalCache
-
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """The dtypes that all kernels support."""
 
@@ -51,6 +51,51 @@ class TaggedLayer(Protocol):
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, params: AttentionParams) -> Tensor:
         """Stores the new tokens' keys and values `[B, H_kv, T, D]` and attends: queries `[B, H_q, T, D]` -> as queries."""
+        ...
+
+
+class RunningPass(Protocol):
+    """The forward pass over a cache."""
+
+    attended: set[int]
+    """Numbers of the retrieval layers that have attended."""
+
+    def alive(self) -> bool:
+        """Whether the call that began it still runs."""
+        ...
+
+    def abandon(self, torn: bool = False) -> bool:
+        """Ends a dead pass; returns whether it was undone. torn: a layer has stored half of it."""
+        ...
+
+
+class LayerCache(Protocol):
+    """What a layer reads of its cache, `CacheState`."""
+
+    method: Method
+    profile: bool
+    observe_queries: int
+    rows_on_device: bool | None
+    reserved_tokens: int
+    prefilling: bool
+    signature: ModelSignature
+    statistics: ModelStatistics | None
+    tables: list[BlockTable] | None
+    running: RunningPass | None
+    on_queries: Callable[[int, Tensor], None] | None
+
+    @property
+    def small_rows(self) -> bool:
+        """Whether rows in host memory are in eight bits."""
+        ...
+
+    @property
+    def retrieval_layers(self) -> list[RetrievalLayer]:
+        """The layers that retrieve."""
+        ...
+
+    def block_tables(self, layer: int, sequences: int, device: torch.device) -> list[BlockTable]:
+        """Block tables of `sequences` sequences for a new layer."""
         ...
 
 
@@ -80,7 +125,7 @@ class RetrievalLayer(CacheLayerMixin):
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, cache: RetrievalCache, number: int) -> None:
+    def __init__(self, cache: LayerCache, number: int) -> None:
         super().__init__()
         self._owner, self.number = ref(cache), number
         self.state: LayerState | None = None
@@ -90,7 +135,7 @@ class RetrievalLayer(CacheLayerMixin):
         self._valid: Tensor | None = None  # bool [B, logical length] on the CPU; None without padding
 
     @property
-    def cache(self) -> RetrievalCache:
+    def cache(self) -> LayerCache:
         """The cache of this layer, by a weak reference, so that dropping the cache frees its memory at once (no reference
         cycle)."""
         cache = self._owner()
@@ -244,7 +289,7 @@ class RetrievalLayer(CacheLayerMixin):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select(beam_idx.tolist())
 
-    def fork(self, cache: RetrievalCache) -> RetrievalLayer:
+    def fork(self, cache: LayerCache) -> RetrievalLayer:
         """A layer of `cache` with the same tokens under that cache's method; host rows are shared copy-on-write if the
         zones have the same sizes."""
         copy = RetrievalLayer(cache, self.number)

@@ -17,16 +17,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from types import FrameType
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from kvrecall.core.errors import CacheInUseError
 from kvrecall.core.process import check_process
 
-if TYPE_CHECKING:
-    from kvrecall.backends.transformers.cache import RetrievalCache
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_C = TypeVar("_C", bound="OwnedCache")
 
 _PAUSE = 0.0005
 """Seconds between two looks at whether a claim's turn has come."""
@@ -144,9 +142,19 @@ class Owner:
             raise CacheInUseError(name, "a cache that no other request uses", f"one that {self._request.name} uses")
 
 
+class OwnedCache(Protocol):
+    """A cache that has an owner."""
+
+    owner: Owner
+
+    def prepare_for(self, what: str, inside: bool, captured: bool, recovers: bool) -> None:
+        """Before the operation `what`, once no other thread works on the cache; parameters as in `operation`."""
+        ...
+
+
 def operation(
     name: str, *, reads: bool = False, inside: bool = False, captured: bool = False, recovers: bool = True
-) -> Callable[[Callable[Concatenate[RetrievalCache, _P], _R]], Callable[Concatenate[RetrievalCache, _P], _R]]:
+) -> Callable[[Callable[Concatenate[_C, _P], _R]], Callable[Concatenate[_C, _P], _R]]:
     """Makes a function of a cache a claim on it. After an interrupted forward pass it first restores the cache.
 
     reads: it does not change the cache. inside: it may be called inside a forward pass of its own thread. captured: it may be
@@ -154,10 +162,10 @@ def operation(
     """
 
     def claiming(
-        work: Callable[Concatenate[RetrievalCache, _P], _R],
-    ) -> Callable[Concatenate[RetrievalCache, _P], _R]:
+        work: Callable[Concatenate[_C, _P], _R],
+    ) -> Callable[Concatenate[_C, _P], _R]:
         @wraps(work)
-        def claimed(cache: RetrievalCache, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        def claimed(cache: _C, *args: _P.args, **kwargs: _P.kwargs) -> _R:
             claim = Claim(name, sys._getframe(), reads=reads)
             cache.owner.begin(claim)
             try:
@@ -172,7 +180,7 @@ def operation(
 
 
 @contextmanager
-def request(cache: RetrievalCache, name: str) -> Iterator[None]:
+def request(cache: OwnedCache, name: str) -> Iterator[None]:
     """Inside, the caller's function makes a request over the cache. Raises CacheInUseError."""
     own = Claim(name, sys._getframe(2))  # behind contextlib's frame
     cache.owner.hold(own)
@@ -184,7 +192,7 @@ def request(cache: RetrievalCache, name: str) -> Iterator[None]:
 
 
 @contextmanager
-def step(caches: Sequence[RetrievalCache]) -> Iterator[None]:
+def step(caches: Sequence[OwnedCache]) -> Iterator[None]:
     """Inside, the caller's function works on caches whose requests it answers: readers wait until it is done."""
     own = Claim("step", sys._getframe(2), reads=True)  # never refused
     try:

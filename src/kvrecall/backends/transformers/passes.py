@@ -9,23 +9,19 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from kvrecall.backends.base import MOST_QUERIES
 from kvrecall.backends.interrupt import deferred_interrupt
-from kvrecall.backends.transformers.owner import Claim
+from kvrecall.backends.transformers.cache_state import CacheState
+from kvrecall.backends.transformers.owner import Claim, OwnedCache
 from kvrecall.core.errors import ParameterError, ShapeError, UnsupportedModelError
-
-if TYPE_CHECKING:
-    from kvrecall.backends.transformers.cache import RetrievalCache
-    from kvrecall.backends.transformers.joint import JointCache
-
 
 _local = threading.local()
 _LEAST_AGAIN = 16
@@ -51,10 +47,36 @@ class Inputs:
     positions: Any = None
 
 
+class PassCache(Protocol):
+    """What a pass is over: a cache, or several as one."""
+
+    running: Any
+    """The current pass; None without one."""
+    runs_states: bool
+    """Whether layers keep a running state."""
+
+    def align(self) -> None:
+        """Ends an interrupted pass."""
+        ...
+
+
+class CalledCache(PassCache, Protocol):
+    """What a model is called with."""
+
+    @property
+    def members(self) -> Sequence[OwnedCache]:
+        """The caches that it stands for."""
+        ...
+
+    def open_pass(self, inputs: Inputs, claim: Claim) -> OpenCall:
+        """Begins a pass. If it raises, nothing is changed."""
+        ...
+
+
 class OpenCall:
     """A call of a model whose attention retrieves, from its first hook to its last."""
 
-    def __init__(self, cache: RetrievalCache | JointCache, claim: Claim) -> None:
+    def __init__(self, cache: PassCache, claim: Claim) -> None:
         self.cache, self.claim = cache, claim
         self.own_causal_mask: Callable[[], Any] | None = None
         """Makes the causal mask for the model's own attention function."""
@@ -116,9 +138,9 @@ class OpenCall:
 class ForwardPass(OpenCall):
     """State of one pass over one cache."""
 
-    def __init__(self, cache: RetrievalCache, inputs: Inputs, claim: Claim) -> None:
+    def __init__(self, cache: CacheState, inputs: Inputs, claim: Claim) -> None:
         super().__init__(cache, claim)
-        self.cache: RetrievalCache = cache
+        self.cache: CacheState = cache
         self.inputs = inputs
         self.before = cache.get_seq_length()
         self.attended: set[int] = set()
@@ -153,7 +175,7 @@ class ForwardPass(OpenCall):
             )
 
 
-def claim(cache: RetrievalCache | JointCache, module: nn.Module) -> Claim | None:
+def claim(cache: CalledCache, module: nn.Module) -> Claim | None:
     """Claims the cache, or every member of a JointCache, for a call of `module`; None inside the open pass of this thread.
 
     Raises CacheInUseError and ForkedProcessError."""
@@ -171,14 +193,14 @@ def claim(cache: RetrievalCache | JointCache, module: nn.Module) -> Claim | None
     return made
 
 
-def release(cache: RetrievalCache | JointCache, claimed: Claim) -> None:
+def release(cache: CalledCache, claimed: Claim) -> None:
     """Ends a claim whose pass has not begun."""
     for own in cache.members:
         own.owner.end(claimed)
 
 
 def enter(
-    cache: RetrievalCache | JointCache, module: nn.Module, inputs: Inputs, claimed: Claim,
+    cache: CalledCache, module: nn.Module, inputs: Inputs, claimed: Claim,
     switch: Callable[[], AbstractContextManager[None]],
 ) -> OpenCall:  # fmt: skip
     """Opens a pass for a call of `module` with a cache that it has claimed.
@@ -193,14 +215,14 @@ def enter(
     return running
 
 
-def leave(cache: RetrievalCache | JointCache, module: nn.Module, failed: bool) -> None:
+def leave(cache: CalledCache, module: nn.Module, failed: bool) -> None:
     """Ends a call of `module` with `cache`."""
     running = cache.running
     if running is not None and running.claim.here() and running.remove(module):
         running.finish(failed)
 
 
-def check_inputs(cache: RetrievalCache, inputs: Inputs) -> None:
+def check_inputs(cache: CacheState, inputs: Inputs) -> None:
     """Raises ShapeError for inputs that do not match the cache's tokens, and ParameterError for right padding."""
     if cache.captured:  # tokens go to slots, and there may be more slots than sequences
         return
@@ -244,7 +266,7 @@ def check_padding(mask: Tensor, whole: bool) -> None:
         raise ParameterError("attention_mask", "a token at the end of every row", got, remedy)
 
 
-def _check_not_again(cache: RetrievalCache, inputs: Inputs, held: int) -> None:
+def _check_not_again(cache: CacheState, inputs: Inputs, held: int) -> None:
     """Refuses a prompt that repeats the stored tokens: they would be stored twice, at wrong positions. transformers' assisted
     decoding passes such prompts."""
     ids = inputs.ids
@@ -260,7 +282,7 @@ def _check_not_again(cache: RetrievalCache, inputs: Inputs, held: int) -> None:
     raise ShapeError("input_ids", expected, got, remedy)
 
 
-def _check_goes_on(cache: RetrievalCache, inputs: Inputs, held: int) -> None:
+def _check_goes_on(cache: CacheState, inputs: Inputs, held: int) -> None:
     """Refuses tokens whose positions begin again at 0 in a sequence that has tokens: another prompt, or the same again."""
     positions, mask = inputs.positions, inputs.mask
     if not isinstance(positions, Tensor) or positions.ndim != 2:

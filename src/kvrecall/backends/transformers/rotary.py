@@ -1,11 +1,11 @@
-"""Finds the rotary embedding of each layer by calling the model, without a formula.
+"""Finds the rotary embedding of each layer by calling the model, and takes cos and sin from the model's own module.
 
-1. One forward call of the text decoder, a token per row. The attention returns zeros, so no layer's input depends on positions.
-2. The module that makes cos and sin returns test values instead, different for each row. The keys that reach the cache show
-which columns of cos and sin a coordinate reads, its partner, and the sign (`codes.py` in this folder). 3. Rows with the model's
-own cos and sin at random positions must agree with the map. A layer where they do not is unknown and is treated as a layer
-without a rotary embedding. 4. A copy of the module gives cos and sin of later positions, so every kind of scaling is the
-model's own.
+1. One forward call of the text decoder, a token per row: the same tokens at position 0 and at random positions. The attention
+returns zeros, so no layer's input depends on positions. 2. A copy of each module that makes cos and sin gives them at any
+position, so every kind of scaling is the model's own. 3. Layers turn pairs of coordinates by one of two conventions: halves
+(i, i + R/2) or neighbours (2i, 2i + 1), over the first R coordinates. The module and convention that turn the keys of position
+0 into those of the random positions are the layer's. A layer without any is unknown and is treated as one without a rotary
+embedding.
 """
 
 from __future__ import annotations
@@ -25,17 +25,20 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from kvrecall.backends.transformers import codes
 from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.backends.transformers.families import Heads, context_limit, template
-from kvrecall.backends.transformers.rotary_module import ModelRotary, Question, state_of
-from kvrecall.index.statistics import NoRotary, Rotary
+from kvrecall.backends.transformers.rotary_module import ModelRotary, RotaryCall, state_of
+from kvrecall.index.statistics import NoRotary, Rotary, turn, turn_back
 
-_MAKES_TURNS = re.compile("rotary|rope|pos.*emb", re.IGNORECASE)
+_MAKES_COS_SIN = re.compile("rotary|rope|pos.*emb", re.IGNORECASE)
 """Names of the classes that make cos and sin."""
 
+TOKENS = 16
+"""Tokens that the model is called with, at two positions each."""
 FAR = 512
-"""Positions for checks are below this; every model has at least some hundreds."""
+"""Their positions are below this; every model has at least some hundreds."""
+_SCALE = 2.0
+"""Factor of cos and sin at the random positions. A norm behind the embedding, whose weight may be all ones, undoes it."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Rotaries:
 
 
 _lock = threading.Lock()
-_asked: WeakKeyDictionary[PreTrainedModel, Rotaries] = WeakKeyDictionary()
+_known: WeakKeyDictionary[PreTrainedModel, Rotaries] = WeakKeyDictionary()
 
 
 def rotaries_of(model: PreTrainedModel) -> Rotaries:
@@ -66,12 +69,12 @@ def rotaries_of(model: PreTrainedModel) -> Rotaries:
     Raises only out-of-memory errors.
     """
     with _lock:
-        known = _asked.get(model)
+        known = _known.get(model)
     if known is not None:
         return known
     found = ask_model(model)
     with _lock:
-        known = _asked.setdefault(model, found)
+        known = _known.setdefault(model, found)
     if known is found and found.unknown:
         warnings.warn(
             f"{model.config.model_type}: expected a rotary embedding that the model's module shows, got another one in "
@@ -85,64 +88,36 @@ def ask_model(model: PreTrainedModel) -> Rotaries:
     """As `rotaries_of`, without keeping the result and without a warning."""
     numbers = [number for number, layer in enumerate(template(model.config)) if type(layer) is DynamicLayer]
     try:
-        seen = _Asking(model).run()
+        probe = _Probe(model)
+        probe.run()
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception:  # families differ in their arguments
-        seen = None
-    layers, unknown, made = {}, [], {}
+        probe = None
+    layers, unknown = {}, []
     for number in numbers:
-        keys = None if seen is None else seen.keys.get(number)
-        if seen is None or keys is None:
-            unknown.append(number)
+        rotary, sample = None, None if probe is None else probe.samples.get(number)
+        if probe is None or sample is None:
             heads = Heads.of(model.config.get_text_config(decoder=True), number)
-            layers[number] = LayerRotary(NoRotary(heads.dim), heads.kv, heads.dim)
-            continue
-        rotary = _rotary(seen, number, made)
-        heads, dim = keys.shape[-2:]
+            kv_heads, dim = heads.kv, heads.dim
+        else:
+            _, kv_heads, _, dim = sample.keys.shape
+            rotary = probe.rotary(sample)
         if rotary is None:
             unknown.append(number)
-        layers[number] = LayerRotary(rotary or NoRotary(dim), heads, dim)
+        layers[number] = LayerRotary(rotary or NoRotary(dim), kv_heads, dim)
     return Rotaries(layers, tuple(unknown))
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """keys, values: `[groups, tokens, H_kv, D]` fp64 on the CPU, by layer. questions: one per answer with test values, in
-    order."""
+class _Sample:
+    """What a layer stores of the same tokens at position 0 and at the probe's positions: `[2, H_kv, tokens, D]` fp64, CPU.
 
-    keys: dict[int, Tensor]
-    values: dict[int, Tensor]
-    questions: list[Question]
-    real: dict[int, tuple[Tensor, Tensor]]
-    eps: dict[int, float]
-    positions_given: bool
+    tolerance: relative root mean square error that rounding may cause through all layers."""
 
-
-def _rotary(seen: _Seen, number: int, made: dict[Any, Rotary]) -> Rotary | None:
-    """The embedding of a layer, the same object for equal embeddings; None if unknown."""
-    keys, tolerance = seen.keys[number], codes.tolerance(seen.eps[number])
-    if not keys.isfinite().all():
-        return None
-    found = codes.read(keys, tolerance)
-    if found is None:
-        return None
-    plain, moved = keys[codes.PLAIN], keys[codes.MOVED]
-    values = seen.values[number]
-    # Learned positions are added to the input, so values differ too; that is no rotary embedding.
-    learned = codes.differ(values[codes.PLAIN], values[codes.MOVED], tolerance)
-    if seen.positions_given and codes.differ(plain, moved, tolerance) and not learned:
-        return None
-    if found.source is None:
-        return None if seen.questions and not seen.positions_given else NoRotary(keys.shape[-1])
-    if found.source >= len(seen.questions):
-        return None
-    question = seen.questions[found.source]
-    cos, sin = seen.real[found.source]
-    if not codes.verified(keys, found, cos, sin, tolerance):
-        return None
-    key = id(question), *(tuple(x.tolist()) for x in (found.partner, found.cos_column, found.sin_column, found.sign))
-    return made.setdefault(key, ModelRotary(question, found.partner, found.cos_column, found.sin_column, found.sign))
+    keys: Tensor
+    values: Tensor
+    tolerance: float
 
 
 class _Recorder(DynamicCache):
@@ -159,49 +134,70 @@ class _Recorder(DynamicCache):
         return torch.zeros_like(key_states), torch.zeros_like(value_states)
 
 
-class _Asking:
-    """One forward call, and the temporary changes for it."""
+class _Probe:
+    """One forward call, with hooks that see the calls of modules that make cos and sin."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model, self._decoder = model, text_decoder(model)
         self._thread = threading.get_ident()
-        self._questions: list[Question] = []
-        self._real: dict[int, tuple[Tensor, Tensor]] = {}
-        self._known: dict[Any, Question] = {}
+        self._calls: dict[Any, RotaryCall] = {}
+        self._found: dict[Any, ModelRotary] = {}
+        self.samples: dict[int, _Sample] = {}
+        """By layer."""
         draw = torch.Generator().manual_seed(0)
-        self._positions = torch.randint(1, FAR, (codes.TOKENS,), generator=draw, device="cpu")
-        limit = context_limit(model.config)
-        self._moved = self._positions % max(1, min(FAR, limit or FAR) - 4) + 1
+        most = max(1, min(FAR, context_limit(model.config) or FAR) - 4)
+        self._positions = torch.randint(1, FAR, (TOKENS,), generator=draw, device="cpu") % most + 1
         table: Any = self._decoder.get_input_embeddings()
         offloaded = table.weight.device.type == "meta"  # accelerate moves weights and arguments to the device
         self._device, vocabulary = torch.device("cpu") if offloaded else table.weight.device, table.weight.shape[0]
-        self._ids = torch.randint(vocabulary // 8, vocabulary, (codes.TOKENS,), generator=draw, device="cpu")
+        self._ids = torch.randint(vocabulary // 8, vocabulary, (TOKENS,), generator=draw, device="cpu")
+        self._takes_positions = "position_ids" in inspect.signature(type(self._decoder).forward).parameters
 
-    def run(self) -> _Seen:
+    def run(self) -> None:
         """Makes the call. Raises what the model raises."""
         cache, device = _Recorder(self._model.config), self._device
-        given: dict[str, Any] = {"input_ids": self._ids.repeat(codes.GROUPS)[:, None].to(device)}
-        positions = torch.zeros(codes.GROUPS, codes.TOKENS, dtype=torch.long, device="cpu")
-        positions[codes.MOVED] = self._moved
-        told = inspect.signature(type(self._decoder).forward).parameters
-        if "position_ids" in told:
-            given["position_ids"] = positions.reshape(-1, 1).to(device)
+        given: dict[str, Any] = {"input_ids": self._ids.repeat(2)[:, None].to(device)}
+        if self._takes_positions:
+            positions = torch.cat([torch.zeros_like(self._positions), self._positions])
+            given["position_ids"] = positions[:, None].to(device)
         autocast = torch.autocast(device.type, enabled=False)
         with torch.no_grad(), autocast, evaluating(self._decoder), same_random_numbers(device), self._hooked():
             self._decoder(**given, **cache_argument(cache), use_cache=True)
-        shape = codes.GROUPS, codes.TOKENS
-        keys, values, eps = {}, {}, {}
         for number, (k, v) in cache.seen.items():
-            if k.ndim == v.ndim == 4 and k.shape[0] == codes.ROWS and k.shape[2] == 1:
-                keys[number], values[number] = (local(x)[:, :, 0].double().cpu().unflatten(0, shape) for x in (k, v))
-                eps[number] = max(torch.finfo(dtype).eps for dtype in (k.dtype, v.dtype))
-        return _Seen(keys, values, self._questions, self._real, eps, "position_ids" in given)
+            if k.ndim == v.ndim == 4 and k.shape[0] == 2 * TOKENS and k.shape[2] == 1:
+                keys, values = (_pairs(local(x)) for x in (k, v))
+                eps = max(torch.finfo(dtype).eps for dtype in (k.dtype, v.dtype))
+                self.samples[number] = _Sample(keys, values, 8 * eps + 1e-3)
+
+    def rotary(self, sample: _Sample) -> Rotary | None:
+        """The embedding of a layer, the same object for equal embeddings; None if unknown."""
+        (before, turned), identity = sample.keys, torch.arange(sample.keys.shape[-1], device="cpu")
+        if not sample.keys.isfinite().all() or not (before.flatten(0, 1).norm(dim=0) > 0).all():
+            return None
+        if self._calls and not self._takes_positions:
+            return None
+        # Learned positions are added to the input, so values differ too; that is no rotary embedding.
+        learned = not self._calls and _error(sample.values[1], sample.values[0], identity) > sample.tolerance
+        if learned or _error(turned, before, identity) <= sample.tolerance:
+            return NoRotary(len(identity))
+        best, least = None, sample.tolerance
+        for call in self._calls.values():
+            zero = call(torch.zeros(1, dtype=torch.int64, device="cpu"))
+            cos, sin = call(self._positions)
+            for name, (partner, column, sign) in conventions(zero[0].shape[-1], len(identity)).items():
+                rotary = self._found.get((call.key, name)) or ModelRotary(call, partner, column, sign)
+                plain = turn_back(before, *rotary.columns(*zero), partner)
+                error = _error(turn(plain, *rotary.columns(_SCALE * cos, _SCALE * sin), partner), turned, partner)
+                if error <= least:
+                    best, least = rotary, error
+                    self._found[call.key, name] = rotary
+        return best
 
     @contextmanager
     def _hooked(self) -> Iterator[None]:
-        modules = [module for module in self._decoder.modules() if _MAKES_TURNS.search(type(module).__name__)]
+        modules = [module for module in self._decoder.modules() if _MAKES_COS_SIN.search(type(module).__name__)]
         held = [state_of(module) for module in modules]
-        handles = [module.register_forward_hook(self._answer, with_kwargs=True) for module in modules]
+        handles = [module.register_forward_hook(self._record, with_kwargs=True) for module in modules]
         try:
             yield
         finally:
@@ -210,24 +206,58 @@ class _Asking:
             for module, state in zip(modules, held, strict=True):
                 state.restore(module)
 
-    def _answer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Test values instead of cos and sin `[..., B or 1, 1, W]`; other threads and other outputs are unchanged."""
-        if threading.get_ident() != self._thread or not _is_turns(output):
+    def _record(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Remembers the call, and scales cos and sin `[..., B, 1, W]` of the random positions; other threads and other outputs
+        are unchanged."""
+        if threading.get_ident() != self._thread or not _is_cos_sin(output):
             return None
-        question = Question.of(module, args, kwargs, codes.ROWS, output[0].device)
-        if question is None:
+        call = RotaryCall.of(module, args, kwargs, output[0].device)
+        if call is None or output[0].shape[-3] != 2 * TOKENS:
             return None
-        question = self._known.setdefault(question.key, question)
-        number, width = len(self._questions), output[0].shape[-1]
-        self._questions.append(question)
-        real = question(self._positions)
-        self._real[number] = real
-        shape = *output[0].shape[:-3], codes.ROWS, 1, width
-        coded = (x.reshape(codes.ROWS, 1, width).to(output[0]).expand(shape) for x in codes.write(width, number, real))
-        return type(output)(coded)
+        self._calls.setdefault(call.key, call)
+        scale = torch.ones(2 * TOKENS, 1, 1, dtype=output[0].dtype, device=output[0].device)
+        scale[TOKENS:] = _SCALE
+        return type(output)(x * scale for x in output)
 
 
-def _is_turns(output: Any) -> bool:
+def conventions(width: int, dim: int) -> dict[Any, tuple[Tensor, Tensor, Tensor]]:
+    """Ways to turn heads of `dim` numbers by cos and sin of `width` columns, by their names: partner and column int64 `[D]`, -1
+    for coordinates that stay; sign fp32 `[D]` of sin.
+
+    "backwards" also fits modules that give sin before cos: they turn keys that are a quarter turn ahead.
+    """
+    made = {}
+    for turned in (width, 2 * width):  # cos and sin hold each frequency twice, or once
+        if turned > dim or turned % 2:
+            continue
+        number, stays = torch.arange(turned, device="cpu"), torch.arange(turned, dim, device="cpu")
+        halves, neighbours = (number + turned // 2) % turned, number ^ 1
+        ways = {"halves": (halves, number % width), "neighbours": (neighbours, number // 2)}
+        if turned == width:
+            ways["neighbours, repeated columns"] = neighbours, number
+        for name, (partner, column) in ways.items():
+            sign = torch.where(partner > number, -1.0, 1.0)
+            for direction, signs in (("forwards", sign), ("backwards", -sign)):
+                made[name, turned, direction] = (
+                    torch.cat([partner, stays]),
+                    torch.cat([column, torch.full_like(stays, -1)]),
+                    torch.cat([signs, torch.zeros_like(stays)]),
+                )
+    return made
+
+
+def _pairs(x: Tensor) -> Tensor:
+    """Keys or values `[2 * tokens, H_kv, 1, D]` of a call as in `_Sample`."""
+    return x[:, :, 0].double().cpu().unflatten(0, (2, TOKENS)).transpose(1, 2)
+
+
+def _error(got: Tensor, wanted: Tensor, partner: Tensor) -> float:
+    """The largest error of a coordinate of `[H_kv, tokens, D]` over all tokens, relative to the size of its pair."""
+    size = wanted.flatten(0, 1).norm(dim=0)
+    return float(((got - wanted).flatten(0, 1).norm(dim=0) / torch.maximum(size, size[partner]).clamp_min(1e-300)).max())
+
+
+def _is_cos_sin(output: Any) -> bool:
     if type(output) not in (tuple, list) or len(output) != 2 or not all(isinstance(x, Tensor) for x in output):
         return False
     cos, sin = output

@@ -42,7 +42,7 @@ class _Floats:
         return torch.zeros((), device=positions.device, dtype=torch.float32).expand(shape)
 
 
-class Question:
+class RotaryCall:
     """The model's call of the module, with placeholders for positions, on a copy of the module."""
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> None:
@@ -53,10 +53,8 @@ class Question:
         """How many positions the module has in a table; None if it computes any."""
 
     @staticmethod
-    def of(
-        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, device: torch.device
-    ) -> Question | None:
-        """The question behind a call for one token in each of `rows` rows; None if no argument is the positions."""
+    def of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> RotaryCall | None:
+        """The same call for any positions; None if no argument is the positions."""
         if any(buffer.is_meta for buffer in module.buffers()):
             return None
         left_open = tuple(map(_left_open, args)), {name: _left_open(value) for name, value in kwargs.items()}
@@ -65,7 +63,7 @@ class Question:
             return None
         if any(isinstance(value, Tensor | nn.Module) for value in values):
             return None
-        return Question(module, *left_open, device)
+        return RotaryCall(module, *left_open, device)
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, sin) fp32 `[n, W]` on the CPU at positions int64 `[n]`.
@@ -75,9 +73,9 @@ class Question:
         """
         if self.positions is not None:
             positions = positions.clamp(max=self.positions - 1)
-        return self._asked(self._module, positions.to(self._device))
+        return self._outputs(self._module, positions.to(self._device))
 
-    def _asked(self, module: nn.Module, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _outputs(self, module: nn.Module, positions: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, sin) fp32 `[n, W]` on the CPU from a copy of the module, at positions on its device."""
 
         def filled(value: Any) -> Any:
@@ -101,7 +99,7 @@ class Question:
     def _knows(self, position: int) -> bool:
         module = _copy_of(self._module, torch.device("cpu"))
         try:
-            self._asked(module, torch.tensor([position], dtype=torch.int64, device="cpu"))
+            self._outputs(module, torch.tensor([position], dtype=torch.int64, device="cpu"))
         except Exception:  # of any kind: it has no such position
             return False
         return True
@@ -110,23 +108,24 @@ class Question:
 class ModelRotary(Rotary):
     """The rotary embedding of a layer, as its model computes it."""
 
-    def __init__(self, question: Question, partner: Tensor, cos_column: Tensor, sin_column: Tensor, sign: Tensor) -> None:
-        """Columns int64 `[D]` of the module's output, -1 for none; sign fp32 `[D]` of sin."""
-        self.partner, self.positions = partner, question.positions
-        self._question, self._cos, self._sin, self._sign = question, cos_column, sin_column, sign
+    def __init__(self, call: RotaryCall, partner: Tensor, column: Tensor, sign: Tensor) -> None:
+        """column: int64 `[D]` of the module's output, -1 for none. sign: fp32 `[D]` of sin."""
+        self.partner, self.positions = partner, call.positions
+        self._call, self._column, self._sign = call, column, sign
         self._last: tuple[tuple[int, int], tuple[Tensor, Tensor]] | None = None
 
     def turns(self, first: int, count: int) -> tuple[Tensor, Tensor]:
         last = self._last
         if last is not None and last[0] == (first, count):  # all layers of a model use the same positions
             return last[1]
-        cos, sin = self._question(torch.arange(first, first + count, device="cpu"))
-        made = (
-            torch.where(self._cos < 0, 1.0, cos[:, self._cos]),
-            torch.where(self._sin < 0, 0.0, sin[:, self._sin] * self._sign),
-        )
+        made = self.columns(*self._call(torch.arange(first, first + count, device="cpu")))
         self._last = (first, count), made
         return made
+
+    def columns(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """(cos, sin) fp32 `[n, D]` per coordinate, from the module's `[n, W]`."""
+        stays = self._column < 0
+        return torch.where(stays, 1.0, cos[:, self._column]), torch.where(stays, 0.0, sin[:, self._column] * self._sign)
 
 
 @dataclass(frozen=True)

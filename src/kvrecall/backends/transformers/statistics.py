@@ -29,10 +29,10 @@ from kvrecall.backends.transformers.attention import OBSERVER_TAG, retrieval_att
 from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.backends.transformers.fingerprint import Fingerprint, computation_of
 from kvrecall.backends.transformers.rotary import Rotaries, evaluating, local, rotaries_of, same_random_numbers, text_decoder
-from kvrecall.backends.transformers.statistics_file import StatisticsFile
+from kvrecall.backends.transformers.statistics_file import ModelStatistics, StatisticsFile
 from kvrecall.backends.transformers.switch import decoder_configs, switched
 from kvrecall.core.errors import OutputFileError, StatisticsError
-from kvrecall.index.statistics import LEAST_DIFFERENT, KeyStatistics, LayerStatistics, flaw
+from kvrecall.index.statistics import LEAST_DIFFERENT, KeyStatistics, flaw
 
 TOKENS = 1024
 """Tokens that statistics come from. Four times as many change the coarse recall by 0.002."""
@@ -72,23 +72,6 @@ class Source:
     def random(self) -> bool:
         """Whether there was no usable tokenizer."""
         return self.text == "random token ids"
-
-
-@dataclass(frozen=True)
-class ModelStatistics:
-    """The statistics of a model's retrieval layers, by number."""
-
-    layers: dict[int, LayerStatistics]
-
-    @staticmethod
-    def of(rotaries: Rotaries, found: dict[int, KeyStatistics]) -> ModelStatistics:
-        """Of the layers with these rotary embeddings."""
-        return ModelStatistics({number: LayerStatistics(own.rotary, found[number]) for number, own in rotaries.layers.items()})
-
-    def layer(self, number: int, kv_heads: int, dim: int) -> LayerStatistics | None:
-        """The statistics of a layer, if it has `kv_heads` heads of size `dim`; else None."""
-        found = self.layers.get(number)
-        return found if found is not None and found.keys.key_mean.shape == (kv_heads, dim) else None
 
 
 _lock = threading.RLock()

@@ -1,4 +1,4 @@
-"""Files of key statistics: safetensors, found by the fingerprint of their model.
+"""Key statistics of a model's layers, and their files: safetensors, found by the fingerprint of their model.
 
 Metadata `kvrecall-statistics` holds JSON (`_Metadata`). Layer N has `layer.N.key_mean` `[H_kv, D]`, `layer.N.key_covariance`
 and `layer.N.query_second` `[H_kv, D, D]`, all fp32, see `index.statistics.KeyStatistics`.
@@ -18,10 +18,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from kvrecall.backends.transformers.fingerprint import Fingerprint
+from kvrecall.backends.transformers.rotary import Rotaries
 from kvrecall.core.errors import StatisticsError
 from kvrecall.core.private_folder import PrivateFolder
 from kvrecall.core.whole_files import first_mistake, parse_json, write_tensors, written_to
-from kvrecall.index.statistics import KEPT_TENSORS, KeyStatistics, flaw
+from kvrecall.index.statistics import KEPT_TENSORS, KeyStatistics, LayerStatistics, flaw
 from kvrecall.models.files import models_dir
 
 VERSION = 2
@@ -49,6 +50,23 @@ class _Version(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     version: int = Field(ge=1)
+
+
+@dataclass(frozen=True)
+class ModelStatistics:
+    """The statistics of a model's retrieval layers, by number."""
+
+    layers: dict[int, LayerStatistics]
+
+    @staticmethod
+    def of(rotaries: Rotaries, found: dict[int, KeyStatistics]) -> ModelStatistics:
+        """Of the layers with these rotary embeddings."""
+        return ModelStatistics({number: LayerStatistics(own.rotary, found[number]) for number, own in rotaries.layers.items()})
+
+    def layer(self, number: int, kv_heads: int, dim: int) -> LayerStatistics | None:
+        """The statistics of a layer, if it has `kv_heads` heads of size `dim`; else None."""
+        found = self.layers.get(number)
+        return found if found is not None and found.keys.key_mean.shape == (kv_heads, dim) else None
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
-from kvrecall.backends.transformers import RetrievalCache
+from kvrecall.backends.transformers.cache import RetrievalCache
 from kvrecall.backends.transformers.families import changing_rotary
 from kvrecall.backends.transformers.layer import RetrievalLayer
 from kvrecall.core.errors import CaptureError

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvrecall.backends.transformers import RetrievalCache
+from kvrecall.backends.transformers.cache import RetrievalCache
 from kvrecall.backends.transformers.capture import graphs
 from kvrecall.backends.transformers.capture.check import PLAIN, check_capture, long_enough
 from kvrecall.backends.transformers.capture.ranks import ranks_of

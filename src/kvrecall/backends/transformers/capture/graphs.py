@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
-from kvrecall.backends.transformers import RetrievalCache
+from kvrecall.backends.transformers.cache import RetrievalCache
 from kvrecall.backends.transformers.capture.projections import join_projections
 from kvrecall.backends.transformers.capture.recorded import RecordedStep
 from kvrecall.backends.transformers.capture.structure import StepKey

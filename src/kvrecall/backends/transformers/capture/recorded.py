@@ -16,13 +16,14 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvrecall.backends.interrupt import deferred_interrupt
-from kvrecall.backends.transformers import RetrievalCache, attach
+from kvrecall.backends.transformers.cache import RetrievalCache
 from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.backends.transformers.capture.check import PLAIN
 from kvrecall.backends.transformers.capture.ranks import Ranks
 from kvrecall.backends.transformers.capture.sliding import SlidingSlots, SlidingWindow
 from kvrecall.backends.transformers.capture.structure import StepKey
 from kvrecall.backends.transformers.capture.verify import Attended, check_attention, check_logits, uncaptured_answer
+from kvrecall.backends.transformers.hooks import attached
 from kvrecall.backends.transformers.owner import step
 from kvrecall.core.errors import CaptureError
 from kvrecall.core.structs import AttentionParams
@@ -248,7 +249,7 @@ class RecordedStep:
         layer."""
         self._failed = [] if self._ranks.size > 1 and recording is None else None
         try:
-            with attach(model, capture=False), self._modules(model), torch.no_grad(), recording or nullcontext():
+            with attached(model), self._modules(model), torch.no_grad(), recording or nullcontext():
                 logits = forward()
                 if recording is not None:
                     self.logits = logits

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvrecall.backends.transformers import RetrievalCache
+from kvrecall.backends.transformers.cache import RetrievalCache
 from kvrecall.backends.transformers.capture import graphs
 from kvrecall.backends.transformers.capture.check import PLAIN
 from kvrecall.backends.transformers.capture.ranks import Ranks

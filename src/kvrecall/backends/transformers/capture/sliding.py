@@ -11,7 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvrecall.attend import attend_rows
 from kvrecall.attend.whole import WholeAttention
-from kvrecall.backends.transformers import RetrievalCache
+from kvrecall.backends.transformers.cache import RetrievalCache
 from kvrecall.backends.transformers.capture.verify import Attended
 from kvrecall.backends.transformers.layer import LAYER_TAG
 from kvrecall.core.errors import CaptureError

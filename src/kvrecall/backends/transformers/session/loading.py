@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 from weakref import ref
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from kvrecall.backends.transformers.cache_state import CacheState
 from kvrecall.backends.transformers.families import Heads, check_config, transformers_model
 from kvrecall.backends.transformers.fingerprint import Fingerprint
 from kvrecall.backends.transformers.layer import RetrievalLayer
@@ -37,17 +38,15 @@ from kvrecall.layer.saved import archive_layer
 from kvrecall.layer.state import LayerState
 from kvrecall.models.dtypes import as_device
 
-if TYPE_CHECKING:
-    from kvrecall.backends.transformers.cache import RetrievalCache
-
+_Cache = TypeVar("_Cache", bound=CacheState)
 _LAYERS_AT_ONCE = 4
 """Layers whose memory is asked for at a time; the system gives it faster to several threads."""
 
 
 def load(
-    kind: type[RetrievalCache], folder: str | Path, config: PretrainedConfig, *, model: PreTrainedModel | None,
+    kind: type[_Cache], folder: str | Path, config: PretrainedConfig, *, model: PreTrainedModel | None,
     device: torch.device | str | None, verify: bool, options: dict[str, Any],
-) -> RetrievalCache:  # fmt: skip
+) -> _Cache:  # fmt: skip
     """See `RetrievalCache.load`."""
     check_config(config)
     model = None if model is None else transformers_model(model)
@@ -61,7 +60,8 @@ def load(
             cache = kind(config, method, **own | options)
             given = given or (None if model is None or model.device.type == "meta" else model.device)
             where = cache._device() if given is None else given
-            return _Load(cache, path, session, checksum, files, where, verify).run(model)
+            _Load(cache, path, session, checksum, files, where, verify).run(model)
+            return cache
         except UNFORESEEN as error:
             if isinstance(error, KVRecallError):
                 raise
@@ -72,7 +72,7 @@ class _Load:
     """Makes the cache of a session whose index has been checked."""
 
     def __init__(
-        self, cache: RetrievalCache, path: Path, session: SavedSession, checksum: str, files: OpenFiles, device: torch.device,
+        self, cache: CacheState, path: Path, session: SavedSession, checksum: str, files: OpenFiles, device: torch.device,
         verify: bool,
     ) -> None:  # fmt: skip
         if device.type == "cuda" and device.index is None:
@@ -85,7 +85,7 @@ class _Load:
             {f.name: f.nbytes for f in session.files}, about=dict(session.about),
         )  # fmt: skip
 
-    def run(self, model: PreTrainedModel | None) -> RetrievalCache:
+    def run(self, model: PreTrainedModel | None) -> None:
         """Raises SessionError for what does not fit together."""
         cache, session = self._cache, self._session
         pool = BlockPool(session.block_size)
@@ -109,9 +109,8 @@ class _Load:
             finish([outer.submit(self._fill, number, readers[number].notes, readers_pool) for number in layers])
         for table in cache.tables:
             table.saved()
-        return cache
 
-    def _check_windows(self, cache: RetrievalCache) -> None:
+    def _check_windows(self, cache: CacheState) -> None:
         """Raises HostMemoryError for a method whose windows the host cannot hold."""
         tokens, sequences = cache.method.zone_sizes().resident_capacity, len(self._session.tables)
         heads, available = self._session.model, available_host_bytes()

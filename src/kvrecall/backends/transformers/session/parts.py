@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionLayer
 
+from kvrecall.backends.transformers.cache_state import CacheState
 from kvrecall.backends.transformers.families import Heads
 from kvrecall.backends.transformers.layer import RetrievalLayer
 from kvrecall.backends.transformers.rotary import rotaries_of
-from kvrecall.backends.transformers.statistics import ModelStatistics
+from kvrecall.backends.transformers.statistics_file import ModelStatistics
 from kvrecall.core.archive import Archive
 from kvrecall.core.errors import SessionError
 from kvrecall.index.statistics import LayerStatistics, NoRotary, Rotary
-
-if TYPE_CHECKING:
-    from kvrecall.backends.transformers.cache import RetrievalCache
 
 _FLOATS = torch.bfloat16, torch.float16, torch.float32
 
@@ -56,7 +54,7 @@ def meet(rotaries: dict[int, LateRotary], model: PreTrainedModel) -> None:
 
 
 def archive_cache(
-    cache: RetrievalCache, archive: Archive, tokens: int | None = None, sequences: int | None = None
+    cache: CacheState, archive: Archive, tokens: int | None = None, sequences: int | None = None
 ) -> dict[int, LateRotary]:
     """All that belongs to no layer of ours. tokens, sequences: of what is read back. Returns the rotary embeddings that wait
     for their model, by layer."""
@@ -78,7 +76,7 @@ def archive_cache(
     return rotaries
 
 
-def _archive_factors(cache: RetrievalCache, archive: Archive, tokens: int) -> None:
+def _archive_factors(cache: CacheState, archive: Archive, tokens: int) -> None:
     """Which of longrope's factors the keys have. Sessions of older releases do not say; their short ones have the short."""
     if not archive.knows("long_factors"):
         assert cache.factor_switch is not None
@@ -89,7 +87,7 @@ def _archive_factors(cache: RetrievalCache, archive: Archive, tokens: int) -> No
         cache.long_factors = archive.flag("long_factors", bool(cache.long_factors))
 
 
-def _archive_statistics(cache: RetrievalCache, archive: Archive) -> dict[int, LateRotary]:
+def _archive_statistics(cache: CacheState, archive: Archive) -> dict[int, LateRotary]:
     """Statistics of each layer's keys, and which coordinates its rotary embedding turns. Layers with the same one share it."""
     known = cache.statistics
     if not archive.has("known", known):

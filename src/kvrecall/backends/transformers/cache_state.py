@@ -1,0 +1,268 @@
+"""The state of a RetrievalCache: its settings, its layers, and how an interrupted forward pass is undone.
+
+Layers, forward passes and sessions know a cache by this class; `cache.py` adds the operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Lock
+from typing import Any, Literal
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+
+from kvrecall.backends.transformers.families import check_config, factor_switch, template
+from kvrecall.backends.transformers.fingerprint import Computation, computation_of
+from kvrecall.backends.transformers.layer import RetrievalLayer, RunningPass
+from kvrecall.backends.transformers.other_layers import LayersBefore, keeps_running_state
+from kvrecall.backends.transformers.owner import Owner, operation
+from kvrecall.backends.transformers.signature import ModelSignature
+from kvrecall.backends.transformers.statistics_file import ModelStatistics
+from kvrecall.backends.transformers.token_log import TokenLog
+from kvrecall.cache.blocks import BlockPool, BlockTable, block_size_on
+from kvrecall.core.counts import integer
+from kvrecall.core.errors import CacheInUseError, CacheWriterError, InterruptedPassError, ParameterError
+from kvrecall.core.fp8_rows import check_host_rows
+from kvrecall.core.process import check_process
+from kvrecall.methods.base import Method
+
+_pools: WeakKeyDictionary[PreTrainedModel, dict[torch.device, BlockPool]] = WeakKeyDictionary()
+"""One pool of blocks per model and device, which all caches of the model share."""
+_lock = Lock()
+
+
+class CacheState(Cache):
+    """The state of a RetrievalCache."""
+
+    def __init__(
+        self, config: PretrainedConfig, method: Method, *, profile: bool = False, observe_queries: int = 0,
+        rows_on_device: bool | None = None, host_rows: Literal["plain", "fp8"] = "plain",
+    ) -> None:  # fmt: skip
+        """config: the model's. method: e.g. `kvrecall.methods.recommended()`. profile: time the stages on a GPU too.
+
+        observe_queries: how many last queries of a prompt to remember for forks under PRKV or CTkvr, if the method itself needs
+        none (2,048 are enough for all).
+
+        rows_on_device: False keeps rows of layers without search in host memory. By default they lie on a GPU while it has
+        room.
+
+        host_rows: "fp8" keeps keys and values in host memory as e4m3 with a scale per key and per value: half the memory and
+        half the bytes over the bus of 16-bit rows, at a loss (docs/guide/memory.md). Rows on the device stay as they are.
+        """
+        check_process()
+        check_host_rows(host_rows)
+        check_rows_on_device(rows_on_device)
+        check_method(method)
+        check_config(config)
+        observe_queries = integer("observe_queries", observe_queries, "2,048 are enough for all methods.", least=0)
+        self.method, self.profile, self.observe_queries = method, profile, observe_queries
+        self.rows_on_device, self.host_rows = rows_on_device, host_rows
+        self.signature = ModelSignature.of(config)
+        for number, _ in method.per_layer:
+            if number >= self.signature.layers:
+                expected = f"layers of the model, 0 to {self.signature.layers - 1}"
+                raise ParameterError("per_layer", expected, number, "The method may have been tuned for another model.")
+        self._config = config
+        self._writer: Computation | None = None
+        """What computed the stored tokens; None in a loaded cache that no model has used."""
+        self._session: Any = None
+        """The session (`SavedState`) that this cache was last saved to or loaded from, or None; forks share it."""
+        self._known_configs: dict[int, tuple[PretrainedConfig, bool]] = {}  # keeps configs alive, so that ids stay unique
+        self.reserved_tokens = 0
+        self.prefilling = False
+        """Whether new tokens belong to a prompt, even if few; see `reading_prompt`."""
+        self.prompt_length = 0
+        """Inside `reading_prompt`: positions of the whole prompt."""
+        self.factor_switch = factor_switch(config)
+        """As in `families`."""
+        self.long_factors: bool | None = None
+        """Under longrope: whether the keys have the long factors; None while that is open."""
+        self.on_queries: Callable[[int, Tensor], None] | None = None
+        """Called with (layer, queries `[B, H_q, T, D]`) before each attention; for tracing."""
+        self.tokens = TokenLog()
+        """Ids of the stored tokens."""
+        self.owner = Owner()
+        """Which thread and which request work on this cache."""
+        self.running: RunningPass | None = None
+        """The current forward pass over this cache."""
+        self.statistics: ModelStatistics | None = None
+        """Key statistics of the model that fills this cache; forks share them."""
+        self.tokenizer: Any = None
+        """For the text that key statistics come from; None: found by the model's `name_or_path`."""
+        self._model: ref[PreTrainedModel] | None = None
+        self.tables: list[BlockTable] | None = None
+        """Block tables of the sequences, for all layers; None while the cache is empty."""
+        layers: list[Any] = [RetrievalLayer(self, i) if type(x) is DynamicLayer else x for i, x in enumerate(template(config))]
+        super().__init__(layers=layers)
+        self._attention_numbers = [number for number, x in enumerate(self.layers) if isinstance(x, CacheLayerMixin)]
+        """The layers that store keys: retrieval layers and transformers' own."""
+        self.runs_states = any(keeps_running_state(layer) for layer in self.layers)
+        """Whether layers keep a running state: Mamba, convolutions, linear attention."""
+        self._before: LayersBefore | None = None
+        """transformers' layers before the last forward pass: a crop cannot restore what left a window or ran into a state."""
+
+    @property
+    def retrieval_layers(self) -> list[RetrievalLayer]:
+        """The layers that retrieve."""
+        return [layer for layer in self.layers if isinstance(layer, RetrievalLayer)]
+
+    @property
+    def sequences(self) -> int:
+        """B, the number of sequences; 0 while the cache is empty."""
+        return max((x.state.shape.sequences for x in self.retrieval_layers if x.state is not None), default=0)
+
+    @property
+    def valid(self) -> Tensor | None:
+        """bool `[B, tokens]` on the CPU, False for padding; None without padding."""
+        return self.retrieval_layers[0]._valid
+
+    @property
+    def small_rows(self) -> bool:
+        """Whether rows in host memory are in eight bits."""
+        return self.host_rows == "fp8"
+
+    def meet(self, model: PreTrainedModel) -> None:
+        """Before a forward pass: the model with its adapters must compute as it did when it filled the cache.
+
+        Raises CacheWriterError if it does not, SessionError for a loaded cache. An empty cache may be filled by any. Weights
+        that cannot be read (sharded) are the same as long as none has been written or replaced.
+        """
+        now, before = computation_of(model), self._writer
+        if now is before:
+            return
+        if before is None and self._session is not None:
+            self._session.meet(model)
+            self._model = ref(model)
+        elif before is not None and (before.fingerprint.weights is None or before.fingerprint != now.fingerprint):
+            if self.get_seq_length():
+                raise CacheWriterError(str(before), str(now))
+            self.statistics = None
+        self._writer = now
+
+    def block_tables(self, layer: int, sequences: int, device: torch.device) -> list[BlockTable]:
+        """Block tables of `sequences` sequences for a new layer: those of the other layers, or new ones for the first layer."""
+        if self.tables is None or len(self.tables) != sequences or layer in self.tables[0].lengths:
+            pool = pool_of(None if self._model is None else self._model(), device)
+            self.tables = [BlockTable(pool) for _ in range(sequences)]
+        return self.tables
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Logical length in tokens; by default the length that all layers have, also after an interrupted forward pass."""
+        if layer_idx:
+            return super().get_seq_length(layer_idx)
+        return min(map(self._length, self._attention_numbers))
+
+    @operation("align", inside=True, captured=True)
+    def align(self) -> None:
+        """Ends an interrupted forward pass: cuts all layers to the length of the shortest one."""
+        self._recover()
+
+    def _recover(self) -> None:
+        if self.running is not None and self.running.alive():
+            return
+        torn = [layer.mend() for layer in self.retrieval_layers]
+        if self.running is not None:
+            self.running.abandon(any(torn))
+        self.undo(self.get_seq_length())
+
+    def undo(self, tokens: int) -> None:
+        """Cuts every layer to `tokens` tokens, after a forward pass that was not accepted."""
+        for layer in self.retrieval_layers:
+            layer.mend()
+        if self._before is not None and self._before.tokens == tokens:
+            self._before.restore()
+        for number in self._attention_numbers:
+            layer: Any = self.layers[number]
+            if layer.get_seq_length() > tokens:
+                layer.crop(tokens - layer.get_seq_length())
+        self.tokens.truncate(tokens)
+
+    def restore_layer(self, layer: Any) -> None:
+        """Puts one of transformers' layers back to its state before the current pass."""
+        assert self._before is not None
+        self._before.restore(layer)
+
+    def grows_too_long(self, tokens: int) -> bool:
+        """Whether stored keys have a rotary embedding for shorter texts than `tokens` tokens."""
+        return self.long_factors is False and self.factor_switch is not None and tokens > self.factor_switch
+
+    def settle(self) -> None:
+        """Before a forward pass: repairs the cache after an interrupted pass, and raises InterruptedPassError in that case.
+
+        Raises CacheInUseError, and changes nothing, during a pass of another thread."""
+        self.owner.check("settle")
+        stale, torn = self.running, any([layer.mend() for layer in self.retrieval_layers])
+        if stale is not None:
+            torn = stale.abandon(torn)
+        if torn or len(set(map(self._length, self._attention_numbers))) > 1:
+            self._recover()
+            raise InterruptedPassError(self.get_seq_length())
+
+    def belongs_to(self, config: PretrainedConfig) -> bool:
+        """Whether a layer's config describes the model that this cache was made for."""
+        if id(config) not in self._known_configs:
+            self._known_configs[id(config)] = config, ModelSignature.of(config) == self.signature
+        return self._known_configs[id(config)][1]
+
+    @property
+    def captured(self) -> bool:
+        """Whether captured decoding has borrowed it."""
+        return any(layer.captured is not None for layer in self.retrieval_layers)
+
+    def prepare_for(self, what: str, inside: bool, captured: bool, recovers: bool) -> None:
+        """Before the operation `what`, once no other thread works on the cache; parameters as in `operation`. Raises
+        CacheInUseError and ParameterError."""
+        if not captured:
+            self._check_not_captured(what)
+        if self.running is not None and self.running.alive():
+            if not inside:
+                remedy = "Call it between two calls of the model; the cache is unchanged."
+                raise CacheInUseError(what, "a call outside a forward pass of the cache", "one inside it", remedy)
+        elif self.running is not None and recovers:
+            self._recover()
+
+    def _check_not_captured(self, what: str) -> None:
+        if self.captured:
+            remedy = "Wait until generate has returned; the cache is unchanged."
+            raise ParameterError(what, "a cache that is not being decoded", "one whose steps are captured", remedy)
+
+    def _length(self, number: int) -> int:
+        layer: Any = self.layers[number]
+        return layer.get_seq_length()
+
+    def _device(self) -> torch.device:
+        """The layers' device; while it is unknown, a GPU if there is one."""
+        known = [layer.state.shape.device for layer in self.retrieval_layers if layer.state is not None]
+        model = None if self._model is None else self._model()
+        if known or model is not None:
+            return known[0] if known else model.device  # type: ignore[union-attr]
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def check_method(method: object) -> Method:
+    """The method. Raises ParameterError for anything else."""
+    if not isinstance(method, Method):
+        raise ParameterError("method", "a kvrecall method", method, "For example kvrecall.methods.recommended().")
+    return method
+
+
+def check_rows_on_device(given: object) -> None:
+    """Raises ParameterError for another setting than those of `RetrievalCache`."""
+    if given not in (None, False):
+        remedy = "Leave it out: rows lie on a GPU while it has room for them."
+        raise ParameterError("rows_on_device", "None or False", given, remedy)
+
+
+def pool_of(model: PreTrainedModel | None, device: torch.device) -> BlockPool:
+    """The pool of a model for layers on a device; a new one without a model."""
+    if model is None:
+        return BlockPool(block_size_on(device))
+    with _lock:
+        own = _pools.setdefault(model, {})
+        if device not in own:
+            own[device] = BlockPool(block_size_on(device))
+        return own[device]
