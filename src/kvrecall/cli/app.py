@@ -8,7 +8,6 @@ import typer
 
 import kvrecall
 from kvrecall.cli.ask import ask
-from kvrecall.cli.bench import bench
 from kvrecall.cli.calibrate import calibrate
 from kvrecall.cli.chat import chat
 from kvrecall.cli.demo import demo
@@ -57,4 +56,3 @@ for verb in (ask, chat, read, generate, serve, demo, plan, info, trace, recall, 
 app.command("eval")(evaluate)
 app.add_typer(models, name="models")
 app.add_typer(sessions, name="sessions")
-app.add_typer(bench, name="bench")
