@@ -33,10 +33,13 @@ class Problem:
         """The answer that a text gives: the content of its last box, or else what it states. None if it gives none."""
         return final_choice(text) if self.choice else boxed(text) or stated(text)
 
+    def same(self, given: str | None) -> bool:
+        """Whether an answer is the right one."""
+        return given == self.answer if self.choice else same_answer(given, self.answer)
+
     def right(self, text: str) -> bool:
         """Whether a text ends in the right answer."""
-        given = self.extract(text)
-        return given == self.answer if self.choice else same_answer(given, self.answer)
+        return self.same(self.extract(text))
 
 
 def _aime(row: dict[str, Any], _: random.Random) -> Problem:

@@ -339,7 +339,8 @@ class Suite:
             )  # fmt: skip
             assert result.texts is not None
             text = result.texts[0]
-            own = {"score": float(problem.right(text)), "answers": [text], "given": problem.extract(text)}
+            given = problem.extract(text)
+            own = {"score": float(problem.same(given)), "answers": [text], "given": given}
             own |= {"expected": [[problem.answer]], "prompt_tokens": len(ids), "new_tokens": len(result.new_tokens[0])}
             spent = costs(cache) | _seconds(result.prefill_seconds, result.decode_seconds)
             return [job.record(condition) | own | spent]
