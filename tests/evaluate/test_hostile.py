@@ -16,15 +16,13 @@ from hypothesis import strategies as st
 
 from benchmarks.rows import write_csv
 from kvrecall.core.errors import InputFileError, ParameterError
-from kvrecall.evaluate.answers import boxed, final_choice
 from kvrecall.evaluate.conditions import conditions
 from kvrecall.evaluate.expressions import same_answer
 from kvrecall.evaluate.plan import Plan
-from kvrecall.evaluate.problems import read_problems
+from kvrecall.evaluate.problems import boxed, final_choice, read_problems
 from kvrecall.evaluate.runs import Shard, read_records
-from kvrecall.evaluate.scoring import copied_share, says
 from kvrecall.evaluate.summary import layer_recall, rounds, summarise, windows
-from kvrecall.evaluate.tasks.base import Turn
+from kvrecall.evaluate.tasks.base import Turn, copied_share, says
 
 LENGTH = 100_000
 LOOPS = [
@@ -99,7 +97,7 @@ def test_problems_of_junk_are_named_with_their_line(tmp_path: Path, line: str) -
 
 def test_a_report_of_markup_and_formulas_is_text_in_one_file(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from kvrecall.evaluate.report.page import write_page
+    from kvrecall.evaluate.report import write_page
 
     draw = random.Random(0)
     names = [

@@ -7,10 +7,9 @@ from itertools import combinations
 import pytest
 
 from kvrecall.core.errors import ParameterError
-from kvrecall.evaluate.answers import boxed, final_choice
-from kvrecall.evaluate.intervals import interval, pass_at_k, wilson
-from kvrecall.evaluate.scoring import copied_share, says, string_match_all
-from kvrecall.evaluate.tasks.base import Turn
+from kvrecall.evaluate.problems import boxed, final_choice
+from kvrecall.evaluate.summary import interval, pass_at_k, wilson
+from kvrecall.evaluate.tasks.base import Turn, copied_share, says, string_match_all
 
 
 def turn(*answers: str) -> Turn:

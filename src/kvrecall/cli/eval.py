@@ -130,7 +130,7 @@ def _tell(said: list[str]) -> None:
 
 def show(rows: list[Row]) -> None:
     """The summary as a table on standard output."""
-    from kvrecall.evaluate.intervals import RESAMPLES
+    from kvrecall.evaluate.summary import RESAMPLES
 
     short, legend = _short_names(list(dict.fromkeys(row.method for row in rows)))
     console = results()
@@ -211,15 +211,14 @@ def _log(log: ProgressLog, missing: Counter[Cell]) -> dict[str, Any]:
 
 
 def _list(as_json: bool) -> Result:
-    from kvrecall.evaluate.drift_task import NAME
-    from kvrecall.evaluate.problems import FORMATS
+    from kvrecall.evaluate.problems import DRIFT, FORMATS
     from kvrecall.evaluate.tasks.registry import KNOWN
 
     found = [
         (f"{name}:N" if k.meaning else name, f"{k.summary}" + (f" (N {k.meaning}: {k.argument})" if k.meaning else ""))
         for name, k in KNOWN.items()
     ]
-    found.append((f"{NAME} or {NAME}:FILE", "long generation: agreement, divergence and recall along the tokens"))
+    found.append((f"{DRIFT} or {DRIFT}:FILE", "long generation: agreement, divergence and recall along the tokens"))
     found += [(f"{name}:FILE", "problems from a local file of JSON lines; pass@k with --attempts") for name in FORMATS]
     if not as_json:
         table = plain_table()

@@ -20,7 +20,7 @@ def report(
     as_json: options.AsJson = False,
 ) -> Result:
     """Write a run as one HTML page with tables and plots."""
-    from kvrecall.evaluate.report.page import write_page
+    from kvrecall.evaluate.report import write_page
     from kvrecall.evaluate.runs import read_config
 
     read_config(folder)  # raises before a file is made if it is no run

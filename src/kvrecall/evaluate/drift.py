@@ -22,7 +22,7 @@ from kvrecall.core.errors import ParameterError
 from kvrecall.engine.prompts import plain_ids, raw_prompt
 from kvrecall.evaluate.asking import Asker, costs
 from kvrecall.evaluate.conditions import FULL, Condition
-from kvrecall.evaluate.drift_task import given_text
+from kvrecall.evaluate.problems import task_text
 from kvrecall.evaluate.recall import top_k_recall
 from kvrecall.evaluate.tasks.text import haystack
 from kvrecall.methods.full import Full
@@ -74,7 +74,7 @@ def prompt_of(spec: str, tokenizer: Any, context: int, steps: int, draw: random.
     """
     if not spec.partition(":")[2]:
         return raw_prompt(tokenizer, haystack(draw, lambda text: len(plain_ids(tokenizer, text)), context - 1, [])), None
-    ids = raw_prompt(tokenizer, given_text(spec))
+    ids = raw_prompt(tokenizer, task_text(spec))
     if len(ids) < context + steps:
         remedy = "Lower --context or --steps, or give a longer text."
         raise ParameterError(spec, f"a text of {context + steps:,} tokens or more", f"{len(ids):,} tokens", remedy)
