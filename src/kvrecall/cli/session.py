@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -67,18 +67,14 @@ def note(said: str) -> None:
     notes().print(said, soft_wrap=True)
 
 
-@contextmanager
-def download_bar(title: str, quiet: bool = False) -> Iterator[OnProgress]:
+def download_bar(title: str, quiet: bool = False) -> AbstractContextManager[OnProgress]:
     """A bar in bytes that vanishes when done."""
-    with _bar(title, DownloadColumn(binary_units=True), quiet) as on_progress:
-        yield on_progress
+    return _bar(title, DownloadColumn(binary_units=True), quiet)
 
 
-@contextmanager
-def token_bar(title: str, quiet: bool = False) -> Iterator[OnProgress]:
+def token_bar(title: str, quiet: bool = False) -> AbstractContextManager[OnProgress]:
     """A bar in tokens that vanishes when done."""
-    with _bar(title, MofNCompleteColumn(), quiet) as on_progress:
-        yield on_progress
+    return _bar(title, MofNCompleteColumn(), quiet)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from math import comb, sqrt
-from statistics import NormalDist
+from statistics import NormalDist, fmean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -88,10 +88,10 @@ def summarise(records: list[Record]) -> list[Row]:
 def _row(members: list[Record], full: dict[tuple[Any, ...], Record]) -> Row:
     first = members[0]
     attempts = [[r["score"] for r in group] for group in groups(members, "sample").values()]
-    found = interval([_mean(scores) for scores in attempts])
+    found = interval([fmean(scores) for scores in attempts])
     both = [(r["score"], full[_sample(r)]["score"]) for r in members if _sample(r) in full]
     most = min(map(len, attempts))
-    passes = {k: _mean([pass_at_k(len(s), sum(map(int, s)), k) for s in attempts]) for k in _powers(most)} if most > 1 else {}
+    passes = {k: fmean([pass_at_k(len(s), sum(map(int, s)), k) for s in attempts]) for k in _powers(most)} if most > 1 else {}
     timed = [r for r in members if r.get("seconds") and r.get("new_tokens", 0) > 1]
     # The first token of an answer belongs to prefill; a conversation has one such token per turn.
     steps = sum(r["new_tokens"] - len(r.get("answers", ())) for r in timed)
@@ -99,7 +99,7 @@ def _row(members: list[Record], full: dict[tuple[Any, ...], Record]) -> Row:
     return Row(
         first["task"], first.get("context"), first["condition"], first.get("method") or first["condition"], first.get("budget"),
         len(attempts),
-        *found, _mean([own - other for own, other in both]) if both else None,
+        *found, fmean([own - other for own, other in both]) if both else None,
         _mean_of(members, "attended_tokens"), _mean_of(members, "estimated_units"),
         1e3 * seconds / steps if steps > 0 else None, passes, _whole(members, full),
     )  # fmt: skip
@@ -122,14 +122,14 @@ def attended_all(pairs: Iterable[tuple[float | None, float | None]]) -> bool:
 def heat_map(records: list[Record], task: str, condition: str) -> dict[tuple[float, int], float]:
     """Mean score by (depth, context)."""
     kept = [r for r in records if (r["task"], r["condition"]) == (task, condition) and r.get("depth") is not None]
-    return {key: _mean([r["score"] for r in group]) for key, group in groups(kept, "depth", "context").items()}
+    return {key: fmean([r["score"] for r in group]) for key, group in groups(kept, "depth", "context").items()}
 
 
 def rounds(records: list[Record]) -> dict[tuple[str, int, str], list[float]]:
     """Mean score of each turn, by (task, context, condition), for tasks with several turns (CTkvr, Table 5)."""
     kept = [r for r in records if len(r.get("scores", ())) > 1]
     return {
-        key: [_mean(list(turn)) for turn in _side_by_side(group, "scores")]
+        key: [fmean(turn) for turn in _side_by_side(group, "scores")]
         for key, group in groups(kept, "task", "context", "condition").items()
     }  # type: ignore[return-value]
 
@@ -141,8 +141,8 @@ def windows(records: list[Record]) -> dict[tuple[str, int, str], list[dict[str, 
         joined = []
         for same in _side_by_side(group, "windows"):
             recalls = [w["recall"] for w in same if w.get("recall") is not None]
-            means = {name: _mean([w[name] for w in same]) for name in ("agreement", "kl")}
-            joined.append({"first_step": same[0]["first_step"], **means, "recall": _mean(recalls) if recalls else None})
+            means = {name: fmean([w[name] for w in same]) for name in ("agreement", "kl")}
+            joined.append({"first_step": same[0]["first_step"], **means, "recall": fmean(recalls) if recalls else None})
         found[key] = joined
     return found
 
@@ -152,7 +152,7 @@ def layer_recall(records: list[Record]) -> dict[str, dict[int, float]]:
     found = {}
     for (condition,), group in groups([r for r in records if r.get("layers")], "condition").items():
         numbers = sorted({int(n) for r in group for n in r["layers"]})
-        found[condition] = {n: _mean([r["layers"][str(n)] for r in group if str(n) in r["layers"]]) for n in numbers}
+        found[condition] = {n: fmean([r["layers"][str(n)] for r in group if str(n) in r["layers"]]) for n in numbers}
     return found
 
 
@@ -178,11 +178,7 @@ def _powers(most: int) -> list[int]:
 def _mean_of(records: list[Record], name: str) -> float | None:
     """Mean over the records that have the field; older ones may lack it."""
     values = [r[name] for r in records if r.get(name) is not None]
-    return _mean(values) if values else None
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
+    return fmean(values) if values else None
 
 
 class Interval(NamedTuple):
