@@ -73,7 +73,7 @@ bench-cpu: $(STAMP) ## Run the benchmarks that need no GPU
 
 bench-gpu: $(STAMP) ## Run the benchmarks of kernels, layers and a whole model on a CUDA GPU
 	@set -e; for name in layer methods ops decode prefill; do \
-	  $(BIN)/kvrecall bench $$name --out build/bench/gpu_$$name.csv; \
+	  $(BIN)/python -m benchmarks $$name --out build/bench/gpu_$$name.csv; \
 	  $(BIN)/python -m scripts.bench_rows --add build/bench/gpu_$$name.csv benchmarks/results/gpu_$$name.csv; \
 	done
 

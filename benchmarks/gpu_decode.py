@@ -1,6 +1,6 @@
 """A whole model, one decode step, on a GPU: captured decode with retrieval against captured decode with full attention.
 
-    kvrecall bench decode --context 64k [--layers 8,16] [--side both|retrieval|full] [--compiled] [--turning | --trace FILE]
+    python -m benchmarks decode --context 64k [--layers 8,16] [--side both|retrieval|full] [--compiled] [--turning | --trace T]
 
 Weights are random and the cache is filled with Gaussian keys and values: only speed is measured. Every step is fed random
 tokens, so that no query of a layer is like the one before and two steps select hardly a row alike, unlike those of a text.

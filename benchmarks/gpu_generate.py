@@ -1,6 +1,6 @@
 """What a user of `engine.generate` waits for: whole calls one after another in one process, with their set-up.
 
-    kvrecall bench generate --context 128k --configs balanced,full --tokens 256 --calls 3 [--users 2] [--out FILE]
+    python -m benchmarks generate --context 128k --configs balanced,full --tokens 256 --calls 3 [--users 2] [--out FILE]
 
 Weights and tokens are random. The model is made before the first call. The first call of a configuration compiles kernels that
 are not in the cache on disk, and records the step; the others find both. `full` is `kvrecall.Full()`, whose rows stay on the

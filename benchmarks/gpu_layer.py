@@ -1,6 +1,6 @@
 """One attention layer, one decode step, on a GPU: search + fetch + attention against full attention in device memory.
 
-    kvrecall bench layer --context 64k,128k [--out FILE]
+    python -m benchmarks layer --context 64k,128k [--out FILE]
 
 Both sides are captured as CUDA graphs over several layers with keys of their own, together several times the L2 cache, and
 replayed; times are per layer. Between two replays the queries turn a little, to a cosine of 0.93 with the ones before as
@@ -113,7 +113,9 @@ def method_of(name: str, context: int) -> ParisKV:
     here. Raises ParameterError for another method."""
     method = named(name, context, CONFIGS)
     if not isinstance(method, ParisKV):
-        raise ParameterError("--configs", "pariskv or pariskv-balanced", name, "`kvrecall bench decode` takes any method.")
+        raise ParameterError(
+            "--configs", "pariskv or pariskv-balanced", name, "`python -m benchmarks decode` takes any method."
+        )
     return method
 
 

@@ -1,6 +1,6 @@
 """PRKV, LouisKV and CTkvr: one attention layer, one decode step, on a GPU, against full attention in device memory.
 
-    kvrecall bench methods --context 64k,128k [--systems prkv,louiskv-every-5] [--out FILE]
+    python -m benchmarks methods --context 64k,128k [--systems prkv,louiskv-every-5] [--out FILE]
 
 Rows by name: `prkv` (searches at every step), `louiskv-search`, `louiskv-held` (a step between two searches), `louiskv-every-5`
 (the mean at one search in five steps, which the paper's threshold aims at for long inputs), each captured as a CUDA graph over

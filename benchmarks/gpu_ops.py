@@ -1,6 +1,6 @@
 """Every kernel alone, on a GPU: its time against the time that its bytes must take.
 
-    kvrecall bench ops --context 128k [--ops scan,rerank] [--out FILE]
+    python -m benchmarks ops --context 128k [--ops scan,rerank] [--out FILE]
 
 An operation is captured as a CUDA graph that calls it once for each of several layers with data of their own, together several
 times the L2 cache, and the graph is replayed (encoding, which no graph can hold, is launched as it is). Nothing is timed before

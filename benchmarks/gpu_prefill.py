@@ -1,6 +1,6 @@
 """Reading a prompt on a GPU: plain prefill of transformers, the same through kvrecall, and what of it the index costs.
 
-    kvrecall bench prefill --context 128k --layers 2 --configs product,paper,balanced [--out FILE]
+    python -m benchmarks prefill --context 128k --layers 2 --configs product,paper,balanced [--out FILE]
 
 Weights and tokens are random. Plain prefill is the model's own modules over a DynamicCache, chunk by chunk, by the faster of
 two attentions that know grouped heads: flash with a causal mask aligned with the last key, and cuDNN, whose mask is aligned by

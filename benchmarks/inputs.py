@@ -1,4 +1,4 @@
-"""What the layers of `bench decode` hold and are asked: Gaussian numbers, or a real model's rows and queries out of a trace.
+"""What layers of `benchmarks decode` hold and are asked: Gaussian numbers, or a real model's rows and queries out of a trace.
 
 Weights are random, so what a layer makes of a token says nothing; a source of queries takes their place in the step. Keys and
 values of the tokens that are decoded remain the model's.

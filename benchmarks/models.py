@@ -37,7 +37,7 @@ SHAPES: dict[str, dict[str, int]] = {
 """Sizes of models. All run as Llama does: those named after Qwen3 without its norms of queries and keys, so that a step of the
 real ones, on both sides, takes two small kernels more per layer."""
 FULL, TURNING, TRACED, COMPILED = "full", "+turning", "+traced", "+compiled"
-"""Configuration of a row of `bench decode` that has nothing but full attention; what that of a row ends in whose layers'
+"""Configuration of a row of `benchmarks decode` that has nothing but full attention; what that of a row ends in whose layers'
 queries turned from step to step as a text's do, or came out of a trace with the keys, and, behind it, that of one whose sides
 both ran compiled modules."""
 _NAME = "kvrecall-bench-full"

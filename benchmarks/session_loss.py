@@ -21,7 +21,7 @@ from torch import Tensor
 import kvrecall
 from kvrecall import RetrievalCache, attach, engine, models
 from kvrecall.backends.transformers.cache_name import cache_argument
-from kvrecall.cli.demo_document import excerpt, harbour_log
+from kvrecall.cli.demo import excerpt, harbour_log
 
 
 def _log_probabilities(document: engine.Document, cache: RetrievalCache, question: list[int], answer: list[int]) -> Tensor:

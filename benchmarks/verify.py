@@ -1,4 +1,4 @@
-"""What `bench decode` checks before it times a step: that the captured step does what the uncaptured one does.
+"""What `benchmarks decode` checks before it times a step: that the captured step does what the uncaptured one does.
 
 Logits of two runs that round differently say little: of Gaussian keys many are almost as good as the worst that is selected,
 so that queries that differ by 0.3 % select other rows and attend 13 % differently, and a model with random weights carries

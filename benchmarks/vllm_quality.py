@@ -27,9 +27,9 @@ import torch
 from kvrecall import methods, models
 from kvrecall.evaluate.asking import Asker
 from kvrecall.evaluate.conditions import conditions
-from kvrecall.evaluate.intervals import interval
 from kvrecall.evaluate.plan import Plan
 from kvrecall.evaluate.suite import Suite
+from kvrecall.evaluate.summary import interval
 from kvrecall.evaluate.tasks.registry import generated
 
 TASKS = "niah-multikey:8,niah-multivalue:4,variable-tracking:4,common-words:10,json-kv:8"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from scripts.tables.bench import decode, layers, prefill
+from scripts.tables.bench import decode, layers
 from scripts.tables.bench.rows import FOLDER, Row, Table
 from scripts.tables.common import ROOT, filled
 
@@ -20,7 +20,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "systems": ("gpu_methods", layers.systems),
     "decode": ("gpu_decode", decode.steps),
     "throughput": ("gpu_decode", decode.throughput),
-    "prefill": ("gpu_prefill", prefill.shares),
+    "prefill": ("gpu_prefill", decode.prefill),
     "cpu": ("cpu_layer", layers.cpu),
     "cpu methods": ("cpu_methods", layers.cpu),
 }

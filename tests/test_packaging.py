@@ -13,8 +13,6 @@ from scripts import lowest
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "src" / "kvrecall").rglob("*.py"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-IN_A_CLONE = {"benchmarks"}
-"""`kvrecall bench` finds it in the repository, and says so where there is none."""
 WITH_TORCH = {"triton"}
 """torch's CUDA builds bring it; without it there are no kernels, and torch does the work."""
 BY_TRANSFORMERS = {"accelerate"}
@@ -43,7 +41,7 @@ def declared() -> set[str]:
 
 
 def test_what_is_imported_is_declared() -> None:
-    missing = {name: files for name, files in imported().items() if name not in declared() | IN_A_CLONE | WITH_TORCH}
+    missing = {name: files for name, files in imported().items() if name not in declared() | WITH_TORCH}
     assert missing == {}
 
 

@@ -231,13 +231,12 @@ def test_releases_of_transformers_are_those_of_its_extra() -> None:
 
 
 def test_the_wheel_needs_nothing_that_stays_in_the_repository() -> None:
-    """`kvrecall bench` alone asks for `benchmarks`, after it has looked for a clone."""
     for path in FILES:
         tree = ast.walk(ast.parse(path.read_text()))
         named = {(node.module or "") if isinstance(node, ast.ImportFrom) else alias.name
                  for node in tree if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}  # fmt: skip
         found = {name.split(".")[0] for name in named} & {"benchmarks", "notebook", "scripts", "tests"}
-        assert found == ({"benchmarks"} if path == PACKAGE / "cli" / "bench.py" else set()), path.relative_to(PACKAGE)
+        assert not found, path.relative_to(PACKAGE)
 
 
 def _home(path: Path) -> str:

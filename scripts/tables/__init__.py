@@ -1,1 +1,1 @@
-"""The tables of notebook/methods, one module per page."""
+"""Tables of the notebook: answers of the evaluation and times of the benchmarks."""

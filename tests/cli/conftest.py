@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import Result
+from typer import Typer
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -22,8 +23,11 @@ made = cache(get_command)
 class Cli:
     """Runs verbs in this process; `json` runs one with --json and parses the only thing on standard output."""
 
+    def __init__(self, commands: Typer = app) -> None:
+        self.commands = commands
+
     def __call__(self, *args: object, stdin: str | None = None) -> Result:
-        return CliRunner().invoke(app, [str(a) for a in args], input=stdin)
+        return CliRunner().invoke(self.commands, [str(a) for a in args], input=stdin)
 
     def json(self, *args: object, exit_code: int = 0) -> dict[str, Any]:
         result = self(*args, "--json")

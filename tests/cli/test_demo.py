@@ -9,7 +9,7 @@ import pytest
 
 from kvrecall import models
 from kvrecall.cli import demo
-from kvrecall.cli.demo_document import excerpt, harbour_log
+from kvrecall.cli.demo import excerpt, harbour_log
 from tests.cli.conftest import Cli
 
 

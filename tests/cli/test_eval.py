@@ -11,7 +11,7 @@ import pytest
 
 import kvrecall
 import kvrecall.engine
-from kvrecall.cli.textfile import writable
+from kvrecall.cli.options import writable
 from kvrecall.core.errors import OutputFileError
 from kvrecall.evaluate.runs import read_records
 from kvrecall.evaluate.tasks.registry import KNOWN

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvrecall import models
-from kvrecall.cli.answer import printable
 from kvrecall.cli.report import plain_table
-from kvrecall.cli.screen import results
+from kvrecall.cli.screen import printable, results
 from tests.cli.conftest import Cli
 
 ABSURD = [

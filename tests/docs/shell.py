@@ -53,9 +53,9 @@ def _one(block: Block, words: list[str]) -> None:
         case ["pip", "install", *requirements]:
             _check_requirements(where, requirements)
         case ["python", "-m", module, *_]:
-            assert (ROOT / (module.replace(".", "/") + ".py")).exists() or module.startswith(("http.", "venv", "kvrecall.")), (
-                where
-            )
+            path = ROOT / module.replace(".", "/")
+            here = path.with_suffix(".py").exists() or (path / "__main__.py").exists()
+            assert here or module.startswith(("http.", "venv", "kvrecall.")), where
         case ["python", script, *_]:
             assert (ROOT / script).exists(), where
         case ["vllm", "serve", _, *options]:

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvrecall.core.errors import InputFileError
-from kvrecall.evaluate.report.page import write_page
-from kvrecall.evaluate.report.plots import heat
+from kvrecall.evaluate.report import heat, write_page
 from kvrecall.evaluate.runs import RunFolder
 
 CONFIG = {"kvrecall": "0.1", "model": "tiny", "dtype": "float32", "device": "cpu", "seed": 3}
@@ -133,7 +132,7 @@ def test_runs_that_are_none(tmp_path: Path) -> None:
 
 def test_without_matplotlib_the_extra_is_named() -> None:
     # In a process of its own: matplotlib cannot be imported twice.
-    program = "import sys; sys.modules['matplotlib'] = None; import kvrecall.evaluate.report.page"
+    program = "import sys; sys.modules['matplotlib'] = None; import kvrecall.evaluate.report"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert run.returncode == 1 and "MissingPackageError: matplotlib and jinja2: expected it to be installed" in run.stderr
     assert 'pip install ".[plot]"' in run.stderr

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrecall.evaluate.report.page import write_page
-from kvrecall.evaluate.report.plots import wrapped
+from kvrecall.evaluate.report import wrapped, write_page
 from kvrecall.evaluate.runs import RunFolder
 from tests.evaluate.test_report import CONFIG, filled
 

@@ -1,4 +1,4 @@
-"""Steps of whole models from the rows of `bench decode`, measured with all layers or projected from two counts of them.
+"""Whole models: steps from the rows of `python -m benchmarks decode`, of all layers or projected from two counts, and prefill.
 
 A step of L layers takes t(L) = a + b L: b is one layer's time, a that of the embedding, the head and the step itself. Two runs
 with fewer layers give both, and so the step of the whole model, where host or device memory cannot hold all its layers. Bytes
@@ -199,3 +199,20 @@ def _largest(steps: Iterable[Step]) -> list[Step]:
         if key not in found or step.batch > found[key].batch:
             found[key] = step
     return list(found.values())
+
+
+def prefill(rows: list[Row]) -> str:
+    """Seconds of both ways to read a prompt and of the index, by length and configuration."""
+    if not rows:
+        return "Not measured yet."
+    lines = []
+    for row in sorted(rows, key=lambda r: (r["shape"], int(r["context"]), int(r["layers"]))):
+        plain, ours, index, end, offload, pin = (
+            f"{number(row, column):.2f}" for column in ("plain_s", "retrieval_s", "index_s", "settle_s", "offload_s", "pin_s")
+        )
+        lines.append([row["shape"], tokens(int(row["context"])), row["layers"], row["config"], f"{plain} s",
+                      f"{ours} s", f"{index} s ({end})", f"**{100 * number(row, 'build_share'):.1f} %**",
+                      f"{number(row, 'index_us_per_1k_tokens'):.0f} µs", f"{offload} s ({pin})"])  # fmt: skip
+    headings = ["model", "context", "layers", "config", "plain prefill", "through kvrecall", "index (of it at the end)",
+                "index / plain", "index per 1,000 tokens and layer", "rows to the host (of it page-locking)"]  # fmt: skip
+    return markdown(headings, lines)

@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scripts.tables.evaluation.rows import FULL_NAME, Answer
 
-from kvrecall.evaluate.intervals import LEVEL, RESAMPLES
-from kvrecall.evaluate.summary import attended_all
+from kvrecall.evaluate.summary import LEVEL, RESAMPLES, attended_all
 
 Column = tuple[str, int | None]
 """Name and budget of a method."""

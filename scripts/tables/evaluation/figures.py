@@ -8,8 +8,8 @@ from scripts.tables.evaluation.cases import FULL, Line
 from scripts.tables.evaluation.pages import figure_name, generated_lines, swept
 from scripts.tables.evaluation.rows import Rows
 
+from kvrecall.evaluate import report as plots
 from kvrecall.evaluate.conditions import FULL as FULL_METHOD
-from kvrecall.evaluate.report import plots
 from kvrecall.evaluate.summary import Row
 
 

@@ -11,7 +11,7 @@ from scripts.tables.common import ROOT, markdown
 from scripts.tables.evaluation.cases import FULL, Column, Comparison, Line, Mean, comparisons, pool
 from scripts.tables.evaluation.rows import FULL_NAME, Answer, Plan, Rows
 
-from kvrecall.evaluate import drift_task
+from kvrecall.evaluate.problems import is_drift
 from kvrecall.evaluate.summary import attended_text
 from kvrecall.evaluate.tasks.registry import generated
 
@@ -285,7 +285,7 @@ def _samples_told(comparison: Comparison) -> str:
 def _samples(plan: Any) -> int:
     """Samples of a run's plan under one condition."""
     asked = plan.samples
-    each = (1 if drift_task.is_drift(t) else asked * (len(plan.depths) if generated(t).depths else 1) for t in plan.tasks)
+    each = (1 if is_drift(t) else asked * (len(plan.depths) if generated(t).depths else 1) for t in plan.tasks)
     return len(plan.contexts) * sum(each)
 
 

@@ -8,22 +8,19 @@ import typer
 
 import kvrecall
 from kvrecall.cli.ask import ask
-from kvrecall.cli.bench import bench
 from kvrecall.cli.calibrate import calibrate
 from kvrecall.cli.chat import chat
 from kvrecall.cli.demo import demo
-from kvrecall.cli.eval import evaluate
+from kvrecall.cli.eval import evaluate, report
 from kvrecall.cli.generate import generate
 from kvrecall.cli.info import info
 from kvrecall.cli.models import models
 from kvrecall.cli.plan import plan
 from kvrecall.cli.read import read
-from kvrecall.cli.recall import recall
-from kvrecall.cli.report_page import report
 from kvrecall.cli.serve import serve
 from kvrecall.cli.sessions import sessions
 from kvrecall.cli.statistics import statistics
-from kvrecall.cli.trace import trace
+from kvrecall.cli.trace import recall, trace
 from kvrecall.cli.tune import tune
 
 app = typer.Typer(
@@ -57,4 +54,3 @@ for verb in (ask, chat, read, generate, serve, demo, plan, info, trace, recall, 
 app.command("eval")(evaluate)
 app.add_typer(models, name="models")
 app.add_typer(sessions, name="sessions")
-app.add_typer(bench, name="bench")

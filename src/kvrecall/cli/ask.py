@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from kvrecall.cli import options
-from kvrecall.cli.answer import InTurn
 from kvrecall.cli.document import Choices, opened
+from kvrecall.cli.options import non_empty
 from kvrecall.cli.report import answers_table, stats_table
-from kvrecall.cli.textfile import non_empty
+from kvrecall.cli.screen import printable, to_stdout
 from kvrecall.cli.verb import Result, notes, verb
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.texts import check_no_name
@@ -91,6 +92,39 @@ def answer_told(answer: Any) -> Result:
         "decode_seconds": round(answer.decode_seconds, 3),
         "stats": answer.stats.to_dict(),
     }
+
+
+class InTurn:
+    """Writes the answers to several questions in order; text of a later answer waits for the earlier ones."""
+
+    def __init__(self, questions: Sequence[str]) -> None:
+        """With several questions, each is written above its answer."""
+        self._questions, self._turn = questions, 0
+        self._pieces: list[list[str]] = [[] for _ in questions]
+        self._ended = [False for _ in questions]
+        self._head()
+
+    def write(self, number: int, text: str) -> None:
+        """Adds a piece of the answer to question `number`."""
+        if number == self._turn:
+            to_stdout(printable(text))
+        else:
+            self._pieces[number].append(text)
+
+    def end(self, number: int, _: object) -> None:
+        """Ends the answer to question `number`."""
+        self._ended[number] = True
+        while self._turn < len(self._ended) and self._ended[self._turn]:
+            to_stdout("\n")
+            self._turn += 1
+            if self._turn < len(self._ended):
+                self._head()
+                to_stdout(printable("".join(self._pieces[self._turn])))
+
+    def _head(self) -> None:
+        if len(self._questions) > 1:
+            gap = "\n" if self._turn else ""
+            to_stdout(f"{gap}{printable(self._questions[self._turn])}\n")
 
 
 def _show(told: Result) -> None:

@@ -9,12 +9,11 @@ from typing import Annotated, Any
 import typer
 
 from kvrecall.cli import options
-from kvrecall.cli.answer import to_stdout
 from kvrecall.cli.ask import answer_told
 from kvrecall.cli.document import Choices, Opened, opened
 from kvrecall.cli.kept import disk_bytes
 from kvrecall.cli.report import seconds, size
-from kvrecall.cli.screen import printable
+from kvrecall.cli.screen import printable, to_stdout
 from kvrecall.cli.verb import Result, notes, verb
 from kvrecall.core.errors import InputFileError, KVRecallError
 

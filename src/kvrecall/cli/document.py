@@ -10,9 +10,9 @@ from typing import Any
 
 from kvrecall.cli import options
 from kvrecall.cli.kept import Kept, is_folder, kept_folder, key_of
+from kvrecall.cli.options import read_text
 from kvrecall.cli.report import size
 from kvrecall.cli.session import Session, open_session, token_bar
-from kvrecall.cli.textfile import read_text
 from kvrecall.cli.verb import Result, notes, status
 from kvrecall.core.counts import byte_count
 from kvrecall.core.errors import KVRecallError, ParameterError, SessionError

@@ -1,4 +1,4 @@
-"""`kvrecall eval`: methods under budgets and full attention, on tasks that need no network."""
+"""`kvrecall eval`: methods under budgets and full attention, on tasks that need no network; `kvrecall report`: its page."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from kvrecall.cli import options
-from kvrecall.cli.report import plain_table
+from kvrecall.cli.options import writable, writable_folder
+from kvrecall.cli.report import plain_table, size
 from kvrecall.cli.screen import results
 from kvrecall.cli.session import ProgressLog, open_session
-from kvrecall.cli.textfile import writable_folder
 from kvrecall.cli.verb import Result, notes, verb
 from kvrecall.core.counts import whole
 from kvrecall.core.errors import ParameterError
@@ -123,6 +123,24 @@ def evaluate(
     return told | {"rows": [row.to_dict() for row in rows]}
 
 
+@verb
+def report(
+    folder: Annotated[Path, typer.Argument(help="Folder that `kvrecall eval --out` wrote.")],
+    out: Annotated[Path | None, typer.Option(help="File to write; report.html in the folder if left out.")] = None,
+    as_json: options.AsJson = False,
+) -> Result:
+    """Write a run as one HTML page with tables and plots."""
+    from kvrecall.evaluate.report import write_page
+    from kvrecall.evaluate.runs import read_config
+
+    read_config(folder)  # raises before a file is made if it is no run
+    target = writable(folder / "report.html" if out is None else out)
+    told = write_page(folder, target)
+    if not as_json:
+        notes().print(f"wrote {target}: {told['rows']} rows, {told['plots']} plots, {size(told['bytes'])}", markup=False)
+    return {"file": str(target)} | told
+
+
 def _tell(said: list[str]) -> None:
     for note in said:
         notes().print(f"note: {note}", markup=False, soft_wrap=True)
@@ -130,7 +148,7 @@ def _tell(said: list[str]) -> None:
 
 def show(rows: list[Row]) -> None:
     """The summary as a table on standard output."""
-    from kvrecall.evaluate.intervals import RESAMPLES
+    from kvrecall.evaluate.summary import RESAMPLES
 
     short, legend = _short_names(list(dict.fromkeys(row.method for row in rows)))
     console = results()
@@ -211,15 +229,14 @@ def _log(log: ProgressLog, missing: Counter[Cell]) -> dict[str, Any]:
 
 
 def _list(as_json: bool) -> Result:
-    from kvrecall.evaluate.drift_task import NAME
-    from kvrecall.evaluate.problems import FORMATS
+    from kvrecall.evaluate.problems import DRIFT, FORMATS
     from kvrecall.evaluate.tasks.registry import KNOWN
 
     found = [
         (f"{name}:N" if k.meaning else name, f"{k.summary}" + (f" (N {k.meaning}: {k.argument})" if k.meaning else ""))
         for name, k in KNOWN.items()
     ]
-    found.append((f"{NAME} or {NAME}:FILE", "long generation: agreement, divergence and recall along the tokens"))
+    found.append((f"{DRIFT} or {DRIFT}:FILE", "long generation: agreement, divergence and recall along the tokens"))
     found += [(f"{name}:FILE", "problems from a local file of JSON lines; pass@k with --attempts") for name in FORMATS]
     if not as_json:
         table = plain_table()

@@ -1,17 +1,19 @@
-"""`kvrecall generate PROMPT`"""
+"""`kvrecall generate PROMPT`: one answer, from prompt ids to text on the screen."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from kvrecall.cli import options
-from kvrecall.cli.answer import answer, summary, to_stdout
+from kvrecall.cli.options import non_empty, read_text
 from kvrecall.cli.report import stats_table
-from kvrecall.cli.session import open_session
-from kvrecall.cli.textfile import non_empty, read_text
+from kvrecall.cli.screen import printable, to_stdout
+from kvrecall.cli.session import Session, open_session, token_bar
 from kvrecall.cli.verb import Result, notes, verb
 from kvrecall.core.errors import ContextLengthError, ParameterError
 
@@ -70,3 +72,66 @@ def generate(
         to_stdout("\n")
         notes().print(stats_table(told))
     return told
+
+
+def answer(
+    session: Session,
+    ids: list[int],
+    cache: Any,
+    *,
+    max_new_tokens: int,
+    chunk_tokens: int | None,
+    temperature: float = 0.0,
+    seed: int | None = None,
+    quiet: bool = False,
+    write: Callable[[str], None] | None = None,
+) -> Any:
+    """Runs the engine under two bars, prefill and decode; returns its result.
+
+    With `write` the text is passed on as it comes, instead of the second bar.
+    """
+    from kvrecall import engine
+
+    with ExitStack() as bars:
+        on_prefill = bars.enter_context(token_bar("reading", quiet))
+        on_token: Callable[[int], None] | None = None
+
+        def decode(count: int) -> None:
+            nonlocal on_token
+            if on_token is None:
+                bars.close()  # two live displays cannot share a screen
+                update = bars.enter_context(token_bar("answering", quiet or write is not None))
+                on_token = lambda n: update(n, max_new_tokens)  # noqa: E731
+            on_token(count)
+
+        return engine.generate(
+            session.model,
+            session.tokenizer,
+            session.tensor(ids),
+            cache,
+            max_new_tokens=max_new_tokens,
+            chunk_tokens=chunk_tokens,
+            on_prefill=on_prefill,
+            on_text=None if write is None else lambda text: write(printable(text)),
+            on_token=decode,
+            temperature=temperature,
+            seed=seed,
+        )
+
+
+def summary(session: Session, method: Any, prompt_tokens: int, result: Any, cache: Any) -> dict[str, Any]:
+    """The JSON result of an answer. settings: of the method, as far as they differ from its defaults."""
+    from kvrecall.methods.settings import settings_of
+
+    return {
+        "answer": result.texts[0],
+        "model": session.name,
+        "method": method.name,
+        "settings": settings_of(method),
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": len(result.new_tokens[0]),
+        "load_seconds": round(session.load_seconds, 3),
+        "prefill_seconds": round(result.prefill_seconds, 3),
+        "decode_seconds": round(result.decode_seconds, 3),
+        "stats": cache.stats().to_dict(),
+    }

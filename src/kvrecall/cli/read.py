@@ -11,10 +11,10 @@ import typer
 from kvrecall.cli import options
 from kvrecall.cli.document import plain
 from kvrecall.cli.kept import disk_bytes
+from kvrecall.cli.options import read_text, writable_folder
 from kvrecall.cli.report import plain_table, seconds, size
 from kvrecall.cli.screen import results
 from kvrecall.cli.session import open_session, token_bar
-from kvrecall.cli.textfile import read_text, writable_folder
 from kvrecall.cli.verb import Result, notes, status, verb
 
 _SAVE_SECONDS = 30.0

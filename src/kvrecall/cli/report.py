@@ -42,7 +42,7 @@ def _moved(total: dict[str, Any]) -> str:
 
 
 def stats_table(summary: dict[str, Any]) -> PlainTable:
-    """The table under an answer, from its JSON result (see `answer.summary` and `ask.answer_told`)."""
+    """The table under an answer, from its JSON result (see `generate.summary` and `ask.answer_told`)."""
     total = summary["stats"]["total"]
     zones, stages = total["tokens"], total["stage_seconds"]
     held = sum(zones.values())

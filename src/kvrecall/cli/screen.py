@@ -103,6 +103,12 @@ class PlainTable(Table):
         return part
 
 
+def to_stdout(text: str) -> None:
+    """Writes a piece of an answer at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
 def notes() -> Screen:
     """The console for everything but answers: standard error, so that answers can be piped."""
     return Screen(stderr=True, highlight=False)

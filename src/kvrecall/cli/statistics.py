@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from kvrecall.cli import options
+from kvrecall.cli.options import read_text
 from kvrecall.cli.session import open_session
-from kvrecall.cli.textfile import read_text
 from kvrecall.cli.verb import Result, notes, verb
 from kvrecall.core.errors import ParameterError
 

@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from kvrecall.cli import options
+from kvrecall.cli.options import read_texts, writable
 from kvrecall.cli.report import plain_table, size
 from kvrecall.cli.screen import results
 from kvrecall.cli.session import open_session, token_bar
-from kvrecall.cli.textfile import read_texts, writable
 from kvrecall.cli.verb import Result, verb
 from kvrecall.core.errors import ParameterError
 

@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from kvrecall.core.errors import ParameterError
 from kvrecall.engine.prompts import plain_ids, raw_prompt
 from kvrecall.evaluate.asking import Asker, costs
 from kvrecall.evaluate.conditions import FULL, Condition
-from kvrecall.evaluate.drift_task import given_text
+from kvrecall.evaluate.problems import task_text
 from kvrecall.evaluate.recall import top_k_recall
 from kvrecall.evaluate.tasks.text import haystack
 from kvrecall.methods.full import Full
@@ -74,7 +75,7 @@ def prompt_of(spec: str, tokenizer: Any, context: int, steps: int, draw: random.
     """
     if not spec.partition(":")[2]:
         return raw_prompt(tokenizer, haystack(draw, lambda text: len(plain_ids(tokenizer, text)), context - 1, [])), None
-    ids = raw_prompt(tokenizer, given_text(spec))
+    ids = raw_prompt(tokenizer, task_text(spec))
     if len(ids) < context + steps:
         remedy = "Lower --context or --steps, or give a longer text."
         raise ParameterError(spec, f"a text of {context + steps:,} tokens or more", f"{len(ids):,} tokens", remedy)
@@ -162,9 +163,9 @@ class _Watched:
         for first in range(0, steps, window):
             agreed, kl = self.agreed[first : first + window], self.kl[first : first + window]
             recalls = [r for step, _, r in self.recalled if first <= step < first + window]
-            windows.append(Window(first, len(kl), _mean(agreed), _mean(kl), _mean(recalls) if recalls else None))
+            windows.append(Window(first, len(kl), fmean(agreed), fmean(kl), fmean(recalls) if recalls else None))
         numbers = sorted({layer for _, layer, _ in self.recalled})
-        layers = {n: _mean([r for _, layer, r in self.recalled if layer == n]) for n in numbers}
+        layers = {n: fmean([r for _, layer, r in self.recalled if layer == n]) for n in numbers}
         spent: dict[str, float | None] = costs(self.cache)
         if spent["attended_tokens"] is None:  # full attention that read ahead made no step
             spent = {"attended_tokens": prompt_tokens + (len(self.kl) - 1) / 2, "estimated_units": 0.0, "bytes_fetched": 0.0}
@@ -187,7 +188,3 @@ def _queries(cache: RetrievalCache) -> Iterator[dict[int, tuple[Tensor, int]]]:
         yield seen
     finally:
         cache.on_queries = None
-
-
-def _mean(values: list[Any]) -> float:
-    return sum(values) / len(values)

@@ -9,9 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvrecall.core.errors import ParameterError, UnknownNameError
-from kvrecall.evaluate import drift_task
 from kvrecall.evaluate.conditions import Condition, described
-from kvrecall.evaluate.problems import FORMATS, problem_text, require_scorer
+from kvrecall.evaluate.problems import DRIFT, FORMATS, is_drift, require_scorer, task_text
 from kvrecall.evaluate.runs import Key, Record, Shard, key_of
 from kvrecall.evaluate.tasks.registry import KNOWN, generated
 
@@ -49,8 +48,8 @@ class Plan:
                 raise ParameterError("depths", "shares in [0, 1]", depth, "0 is the start of the text, 1 its end.")
         for spec in self.tasks:
             name = spec.partition(":")[0]
-            if name not in (*KNOWN, *FORMATS, drift_task.NAME):
-                raise UnknownNameError("task", name, [*KNOWN, *FORMATS, drift_task.NAME])
+            if name not in (*KNOWN, *FORMATS, DRIFT):
+                raise UnknownNameError("task", name, [*KNOWN, *FORMATS, DRIFT])
             if name in KNOWN:
                 generated(spec)
             require_scorer(spec)
@@ -66,8 +65,7 @@ class Plan:
 
 def _digest(spec: str) -> str:
     """SHA-256 of a task's file. A run is not resumed with another file of the same name."""
-    text = drift_task.given_text(spec) if drift_task.is_drift(spec) else problem_text(spec)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(task_text(spec).encode()).hexdigest()
 
 
 def configuration(
@@ -126,7 +124,7 @@ def portions(jobs: Iterator[Job], conditions: list[Condition], batch_tokens: int
     """
     batch: list[Job] = []
     for job in jobs:
-        if drift_task.is_drift(job.task) and ":" in job.task:
+        if is_drift(job.task) and ":" in job.task:
             yield from (Work((job,), (condition,)) for condition in conditions)
             continue
         alone = job.task.partition(":")[0] not in KNOWN or generated(job.task).turns > 1

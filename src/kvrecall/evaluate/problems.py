@@ -1,4 +1,8 @@
-"""Sets of reasoning problems (AIME, MATH-500, GPQA) from local files, one JSON object per line as they are published."""
+"""Tasks from local files: sets of reasoning problems (AIME, MATH-500, GPQA), one JSON object per line as they are published.
+
+The answer of a text is its last \\boxed{…}, or the letter of a choice; `expressions` has the mathematical answers. math-verify
+covers neither: it makes one set of several boxes, and takes "A boat sails" for the choice A.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +17,16 @@ from typing import Any
 from kvrecall.core.errors import InputFileError, ParameterError, UnknownNameError
 from kvrecall.core.extras import require_math_verify
 from kvrecall.core.whole_files import parse_json
-from kvrecall.evaluate.answers import boxed, final_choice
 from kvrecall.evaluate.expressions import same_answer, stated
 
 _BOX = "Please reason step by step, and put your final answer within \\boxed{}."
 _CHOOSE = "Please reason step by step, and put the letter of your choice within \\boxed{}."
 _WRONG = ("Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
+
+_WRAPPED = re.compile(r"\\(?:text(?:bf|it|rm|sf)?|math(?:bf|it|rm|sf)|mbox|boldsymbol|bm)\s*\{([^{}]*)\}|\\?\$|\\[()\[\]]|\*\*")
+
+_LINE_CHARACTERS = 1000
+"""Of the end of an answer without a box, in which its last line is looked for."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +41,13 @@ class Problem:
         """The answer that a text gives: the content of its last box, or else what it states. None if it gives none."""
         return final_choice(text) if self.choice else boxed(text) or stated(text)
 
+    def same(self, given: str | None) -> bool:
+        """Whether an answer is the right one."""
+        return given == self.answer if self.choice else same_answer(given, self.answer)
+
     def right(self, text: str) -> bool:
         """Whether a text ends in the right answer."""
-        given = self.extract(text)
-        return given == self.answer if self.choice else same_answer(given, self.answer)
+        return self.same(self.extract(text))
 
 
 def _aime(row: dict[str, Any], _: random.Random) -> Problem:
@@ -62,6 +73,8 @@ def _gpqa(row: dict[str, Any], draw: random.Random) -> Problem:
     return Problem(f"{_field(row, 'Question', 'question')}\n\n{listed}\n\n{_CHOOSE}", right, choice=True)
 
 
+DRIFT = "drift"
+"""Name of the task of long generation."""
 CHOICES = "gpqa"
 """The format whose answers are letters; those of all others need math-verify."""
 FORMATS: dict[str, Callable[[dict[str, Any], random.Random], Problem]] = {"aime": _aime, "math500": _math, CHOICES: _gpqa}
@@ -75,7 +88,7 @@ def read_problems(spec: str, seed: int) -> list[Problem]:
     if not colon or not file:
         raise ParameterError(f"task {name}", f"a file of problems, as {name}:FILE.jsonl", spec, "Nothing is downloaded.")
     found = []
-    for number, line in enumerate(problem_text(spec).split("\n"), 1):
+    for number, line in enumerate(task_text(spec).split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -100,15 +113,21 @@ def require_scorer(spec: str) -> None:
         require_math_verify()
 
 
-def problem_text(spec: str) -> str:
-    """The text of a task's file. Raises InputFileError."""
+def task_text(spec: str) -> str:
+    """The text of a task's file, of problems or to be decoded. Raises InputFileError."""
     path = Path(spec.partition(":")[2])
+    remedy = f"{DRIFT}:FILE takes a text file in UTF-8." if is_drift(spec) else "Give a file with one JSON object per line."
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise InputFileError(path, f"cannot be read ({error.strerror})", "Give a file with one JSON object per line.") from None
+        raise InputFileError(path, f"cannot be read ({error.strerror})", remedy) from None
     except UnicodeDecodeError as error:
-        raise InputFileError(path, f"is not UTF-8 text (byte {error.start:,})", "Give JSON lines.") from None
+        raise InputFileError(path, f"is not UTF-8 text (byte {error.start:,})", remedy) from None
+
+
+def is_drift(spec: str) -> bool:
+    """Whether a task's spec names long generation (`drift.py`, which imports torch, as this file does not)."""
+    return spec.partition(":")[0] == DRIFT
 
 
 def _field(row: dict[str, Any], *names: str) -> Any:
@@ -120,3 +139,39 @@ def _field(row: dict[str, Any], *names: str) -> Any:
                 raise ValueError(f"{name}: expected text or a number, got {repr(row[name])[:40]}")
             return row[name]
     raise ValueError(f"expected a field {' or '.join(repr(name) for name in names)}, got {', '.join(map(repr, row)) or 'none'}")
+
+
+def boxed(text: str) -> str | None:
+    """What stands in the last \\boxed{…} or \\fbox{…} that is closed and not empty, braces matched; None if there is none."""
+    opened: list[int] = []  # where the insides of open braces begin, -1 for those of no box
+    last, found = -1, None
+    for match in re.finditer(r"(\\(?:boxed|fbox)\s*)?\{|\}", text):
+        if match[0] != "}":
+            opened.append(match.end() if match[1] else -1)
+        elif opened and (start := opened.pop()) > last and (inside := text[start : match.start()].strip()):
+            last, found = start, inside
+    return found
+
+
+def final_choice(text: str, letters: str = "ABCD") -> str | None:
+    """The letter that the last box begins with; without a box, that of a last line such as "B" or "The answer is (B).".
+
+    In doubt there is none ("A or B", a letter in the middle of a text): a score may be too low, not too high. letters: of the
+    choices that there are, upper case; only in a box or in brackets may the text have it in lower case.
+    """
+    either = f"[{letters}{letters.lower()}]"
+    found = boxed(text)
+    if found is not None:
+        no_other = rf"(?!.*(?<!\w)(?:[(\[]{either}[)\]]|[{letters}][.)]))"
+        pattern = rf"({either})|(?:[(\[]\s*({either})\s*[)\]]|([{letters}])[.)]){no_other}(?:[\s\\].*)?"
+        match = re.fullmatch(pattern, _plain(found).strip(" ."), re.DOTALL)
+    else:
+        line = _plain(text[-_LINE_CHARACTERS:]).rstrip().rpartition("\n")[2].strip()
+        claim = r"(?:.*\b(?i:answer)(?:\s+is|\s+must\s+be|\s*:)\s*(?:option\s+)?)?"
+        match = re.fullmatch(rf"""{claim}["'“]?(?:[(\[]({either})[)\]]|([{letters}]))["'”]?[.)]?""", line)
+    return next(letter for letter in match.groups() if letter).upper() if match else None
+
+
+def _plain(text: str) -> str:
+    """A text without its typography: \\textbf{…}, **…**, dollar signs, \\(…\\)."""
+    return _WRAPPED.sub(lambda found: found[1] or "", text)

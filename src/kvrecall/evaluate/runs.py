@@ -11,11 +11,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvrecall.core.errors import FolderInUseError, InputFileError, OutputFileError, ParameterError
-from kvrecall.core.whole_files import parse_json, unwritable, write_text, written_to
-from kvrecall.evaluate.records import first_mistake_of
+from kvrecall.core.whole_files import first_mistake, parse_json, unwritable, write_text, written_to
 
 CONFIG, SAMPLES = "config.json", "samples.jsonl"
 _KEY = ("task", "context", "sample", "attempt", "condition")
@@ -25,6 +26,80 @@ _GROWS = ("attempts", "conditions", "contexts", "files", "samples", "tasks")
 
 Record = dict[str, Any]
 Key = tuple[Any, ...]
+
+_Whole = Annotated[int, Field(ge=0, le=2**53)]
+_Share = Annotated[float, Field(ge=0, le=1)]
+_Layer = Annotated[str, Field(pattern=r"^[0-9]{1,6}$")]
+
+
+class _Checked(BaseModel):
+    """Exact types, and finite numbers by default."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+
+class _Seconds(_Checked):
+    """Seconds of a sample: for reading the prompt and for decoding the answer."""
+
+    prefill: Annotated[float, Field(ge=0)] = 0.0
+    decode: Annotated[float, Field(ge=0)]
+
+
+class _Window(_Checked):
+    """A window of a long generation; see `drift.Window`. kl may be infinite."""
+
+    first_step: _Whole
+    steps: _Whole = 1
+    agreement: _Share
+    kl: Annotated[float, Field(ge=0, allow_inf_nan=True)]
+    recall: _Share | None = None
+
+
+class _Sample(_Checked):
+    """A line of samples.jsonl. Identifying fields are required; older runs lack some of the others."""
+
+    task: str
+    condition: str
+    context: _Whole | None = None
+    sample: _Whole = 0
+    attempt: _Whole = 0
+    method: str = ""
+    budget: _Whole | None = None
+    depth: _Share | None = None
+    score: _Share = 0.0
+    scores: list[_Share] = []
+    answers: list[str] = []
+    expected: list[list[str]] = []
+    seconds: _Seconds | None = None
+    prompt_tokens: _Whole = 0
+    new_tokens: _Whole = 0
+    attended_tokens: Annotated[float, Field(ge=0)] | None = None
+    estimated_units: Annotated[float, Field(ge=0)] | None = None
+    windows: list[_Window] = []
+    layers: dict[_Layer, _Share] = {}
+
+    @model_validator(mode="after")
+    def _placed(self) -> _Sample:
+        if self.context is None and (self.windows or self.depth is not None):
+            raise ValueError("context: expected a number of tokens with depth or windows")
+        return self
+
+
+class _Configuration(_Checked):
+    """The fields of config.json that are read."""
+
+    tasks: list[str] = []
+    contexts: list[_Whole | None] = []
+    conditions: dict[str, Any] | list[str] = {}
+
+
+def _mistake(kind: type[BaseModel], held: Any) -> str | None:
+    """The first mistake of what a file holds: place, expected, given; None without one."""
+    try:
+        kind.model_validate(held)
+    except ValidationError as error:
+        return first_mistake(error)
+    return None
 
 
 def key_of(record: Record) -> Key:
@@ -194,7 +269,7 @@ def read_config(path: Path) -> dict[str, Any]:
         raise InputFileError(file, f"is not JSON ({error})", "Give --out a new folder.") from None
     if not isinstance(held, dict):
         raise InputFileError(file, "is no JSON object", "Give --out a new folder.")
-    if mistake := first_mistake_of("configuration", held):
+    if mistake := _mistake(_Configuration, held):
         raise InputFileError(file, mistake, "Give --out a new folder.")
     return held
 
@@ -228,7 +303,7 @@ def _lines(file: Path) -> list[Record]:
     for number, line in enumerate(lines, 1):
         try:
             record = parse_json(line.decode("utf-8"), finite=False)
-            if mistake := first_mistake_of("sample", record):
+            if mistake := _mistake(_Sample, record):
                 raise ValueError(mistake)
         except ValueError as error:
             said = f"{error.msg}, column {error.colno:,}" if isinstance(error, json.JSONDecodeError) else error

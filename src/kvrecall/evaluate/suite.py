@@ -13,11 +13,11 @@ from itertools import islice
 from kvrecall.backends.transformers import RetrievalCache
 from kvrecall.core.errors import ContextLengthError, ParameterError
 from kvrecall.engine.prompts import DocumentPrompt, chat_prompt, next_turn
-from kvrecall.evaluate import drift, drift_task
+from kvrecall.evaluate import drift
 from kvrecall.evaluate.asking import Asker, Conversation, costs
 from kvrecall.evaluate.conditions import Condition
 from kvrecall.evaluate.plan import Job, Plan, Work, portions, share
-from kvrecall.evaluate.problems import FORMATS, Problem, read_problems
+from kvrecall.evaluate.problems import FORMATS, Problem, is_drift, read_problems
 from kvrecall.evaluate.runs import Record, RunFolder, key_of
 from kvrecall.evaluate.summary import Row
 from kvrecall.evaluate.tasks.base import Room, Task, Turn
@@ -50,7 +50,7 @@ class Suite:
         for spec in self.plan.tasks:
             if spec.partition(":")[0] in KNOWN:
                 self._check_room(generated(spec))
-            elif drift_task.is_drift(spec):
+            elif is_drift(spec):
                 self._check_drift(spec)
         limit = self.asker.limit_tokens
         if limit is None:
@@ -62,7 +62,7 @@ class Suite:
                     if tokens > limit:
                         raise ContextLengthError(f"{spec}, problem {number}, with --max-new-tokens", limit, tokens)
                 continue
-            steps = self.plan.steps if drift_task.is_drift(spec) else 0
+            steps = self.plan.steps if is_drift(spec) else 0
             if max(self.plan.contexts) + steps > limit:
                 raise ContextLengthError(f"--context for {spec}", limit, max(self.plan.contexts) + steps)
 
@@ -85,7 +85,7 @@ class Suite:
         for row in rows:
             if row.context is None or not row.whole:
                 continue
-            longest = row.context + (self.plan.steps if drift_task.is_drift(row.task) else 0)
+            longest = row.context + (self.plan.steps if is_drift(row.task) else 0)
             if longest > most.get(row.condition, longest):
                 found.setdefault(row.condition, []).append(f"{row.task} at {row.context:,} tokens")
         return [f"{label}: attended to all of {', '.join(where)}, as full attention does" for label, where in found.items()]
@@ -102,7 +102,7 @@ class Suite:
     def _covered(self, most: int) -> Iterator[str]:
         """Parts of the plan that a condition attends to completely, if it does so up to `most` tokens."""
         plan = self.plan
-        drifts = [spec for spec in plan.tasks if drift_task.is_drift(spec)]
+        drifts = [spec for spec in plan.tasks if is_drift(spec)]
         contexts = [f"{c:,}" for c in plan.contexts if c <= most]
         if contexts and len(drifts) + len(self.problems) < len(plan.tasks):
             yield f"contexts of {', '.join(contexts)} tokens"
@@ -122,7 +122,7 @@ class Suite:
             if spec in self.problems:
                 for number in range(len(self.problems[spec])):
                     yield from (Job(spec, None, number, attempt) for attempt in range(plan.attempts))
-            elif drift_task.is_drift(spec):
+            elif is_drift(spec):
                 texts = 1 if ":" in spec else plan.samples  # a file is one sample
                 yield from (Job(spec, context, number, 0) for context in plan.contexts for number in range(texts))
             else:
@@ -212,7 +212,7 @@ class Suite:
     def _steps(self, jobs: tuple[Job, ...], missing: list[Condition]) -> Iterator[tuple[str, Callable[[], list[Record]]]]:
         """(label, function that returns the records) for each condition; shared work is done before the first."""
         job = jobs[0]
-        if drift_task.is_drift(job.task):
+        if is_drift(job.task):
             yield "all conditions", partial(self._drift, job, missing)
             return
         answer = (
@@ -339,7 +339,8 @@ class Suite:
             )  # fmt: skip
             assert result.texts is not None
             text = result.texts[0]
-            own = {"score": float(problem.right(text)), "answers": [text], "given": problem.extract(text)}
+            given = problem.extract(text)
+            own = {"score": float(problem.same(given)), "answers": [text], "given": given}
             own |= {"expected": [[problem.answer]], "prompt_tokens": len(ids), "new_tokens": len(result.new_tokens[0])}
             spent = costs(cache) | _seconds(result.prefill_seconds, result.decode_seconds)
             return [job.record(condition) | own | spent]

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from math import comb, sqrt
+from statistics import NormalDist, fmean
+from typing import Any, NamedTuple
 
-from kvrecall.core.errors import InputFileError
+import numpy as np
+
+from kvrecall.core.errors import InputFileError, ParameterError
 from kvrecall.evaluate.conditions import FULL
-from kvrecall.evaluate.intervals import interval, pass_at_k
 from kvrecall.evaluate.runs import Record
+
+LEVEL = 0.95
+RESAMPLES = 10_000
 
 
 @dataclass(frozen=True)
@@ -82,10 +88,10 @@ def summarise(records: list[Record]) -> list[Row]:
 def _row(members: list[Record], full: dict[tuple[Any, ...], Record]) -> Row:
     first = members[0]
     attempts = [[r["score"] for r in group] for group in groups(members, "sample").values()]
-    found = interval([_mean(scores) for scores in attempts])
+    found = interval([fmean(scores) for scores in attempts])
     both = [(r["score"], full[_sample(r)]["score"]) for r in members if _sample(r) in full]
     most = min(map(len, attempts))
-    passes = {k: _mean([pass_at_k(len(s), sum(map(int, s)), k) for s in attempts]) for k in _powers(most)} if most > 1 else {}
+    passes = {k: fmean([pass_at_k(len(s), sum(map(int, s)), k) for s in attempts]) for k in _powers(most)} if most > 1 else {}
     timed = [r for r in members if r.get("seconds") and r.get("new_tokens", 0) > 1]
     # The first token of an answer belongs to prefill; a conversation has one such token per turn.
     steps = sum(r["new_tokens"] - len(r.get("answers", ())) for r in timed)
@@ -93,7 +99,7 @@ def _row(members: list[Record], full: dict[tuple[Any, ...], Record]) -> Row:
     return Row(
         first["task"], first.get("context"), first["condition"], first.get("method") or first["condition"], first.get("budget"),
         len(attempts),
-        *found, _mean([own - other for own, other in both]) if both else None,
+        *found, fmean([own - other for own, other in both]) if both else None,
         _mean_of(members, "attended_tokens"), _mean_of(members, "estimated_units"),
         1e3 * seconds / steps if steps > 0 else None, passes, _whole(members, full),
     )  # fmt: skip
@@ -116,14 +122,14 @@ def attended_all(pairs: Iterable[tuple[float | None, float | None]]) -> bool:
 def heat_map(records: list[Record], task: str, condition: str) -> dict[tuple[float, int], float]:
     """Mean score by (depth, context)."""
     kept = [r for r in records if (r["task"], r["condition"]) == (task, condition) and r.get("depth") is not None]
-    return {key: _mean([r["score"] for r in group]) for key, group in groups(kept, "depth", "context").items()}
+    return {key: fmean([r["score"] for r in group]) for key, group in groups(kept, "depth", "context").items()}
 
 
 def rounds(records: list[Record]) -> dict[tuple[str, int, str], list[float]]:
     """Mean score of each turn, by (task, context, condition), for tasks with several turns (CTkvr, Table 5)."""
     kept = [r for r in records if len(r.get("scores", ())) > 1]
     return {
-        key: [_mean(list(turn)) for turn in _side_by_side(group, "scores")]
+        key: [fmean(turn) for turn in _side_by_side(group, "scores")]
         for key, group in groups(kept, "task", "context", "condition").items()
     }  # type: ignore[return-value]
 
@@ -135,8 +141,8 @@ def windows(records: list[Record]) -> dict[tuple[str, int, str], list[dict[str, 
         joined = []
         for same in _side_by_side(group, "windows"):
             recalls = [w["recall"] for w in same if w.get("recall") is not None]
-            means = {name: _mean([w[name] for w in same]) for name in ("agreement", "kl")}
-            joined.append({"first_step": same[0]["first_step"], **means, "recall": _mean(recalls) if recalls else None})
+            means = {name: fmean([w[name] for w in same]) for name in ("agreement", "kl")}
+            joined.append({"first_step": same[0]["first_step"], **means, "recall": fmean(recalls) if recalls else None})
         found[key] = joined
     return found
 
@@ -146,7 +152,7 @@ def layer_recall(records: list[Record]) -> dict[str, dict[int, float]]:
     found = {}
     for (condition,), group in groups([r for r in records if r.get("layers")], "condition").items():
         numbers = sorted({int(n) for r in group for n in r["layers"]})
-        found[condition] = {n: _mean([r["layers"][str(n)] for r in group if str(n) in r["layers"]]) for n in numbers}
+        found[condition] = {n: fmean([r["layers"][str(n)] for r in group if str(n) in r["layers"]]) for n in numbers}
     return found
 
 
@@ -172,8 +178,50 @@ def _powers(most: int) -> list[int]:
 def _mean_of(records: list[Record], name: str) -> float | None:
     """Mean over the records that have the field; older ones may lack it."""
     values = [r[name] for r in records if r.get(name) is not None]
-    return _mean(values) if values else None
+    return fmean(values) if values else None
 
 
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
+class Interval(NamedTuple):
+    """A mean in [0, 1] with its 95% interval; low and high are None for fewer than two samples.
+
+    kind: "wilson" or "bootstrap"; "" without an interval.
+    """
+
+    mean: float
+    low: float | None
+    high: float | None
+    kind: str
+
+
+def interval(scores: list[float]) -> Interval:
+    """Wilson's score interval if every score is 0 or 1; otherwise the percentiles of 10,000 bootstrap means, from a fixed seed.
+
+    If all scores are equal, the bootstrap interval is the mean itself.
+    """
+    if not scores:
+        raise ParameterError("scores", "one score or more", scores, "There is nothing to average.")
+    mean = float(np.mean(scores))
+    if len(scores) < 2:
+        return Interval(mean, None, None, "")
+    if set(scores) <= {0, 1}:
+        return Interval(mean, *wilson(mean, len(scores)), "wilson")
+    drawn = np.random.default_rng(0).choice(np.asarray(scores, dtype=np.float64), (RESAMPLES, len(scores)))
+    low, high = np.quantile(drawn.mean(1), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Interval(mean, float(low), float(high), "bootstrap")
+
+
+def wilson(share: float, count: int) -> tuple[float, float]:
+    """Wilson's score interval of a share of `count` trials, at 95%."""
+    z = NormalDist().inv_cdf((1 + LEVEL) / 2)
+    centre = share + z * z / (2 * count)
+    spread = z * sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    scale = 1 + z * z / count
+    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
+
+
+def pass_at_k(attempts: int, right: int, k: int) -> float:
+    """Unbiased estimate of the chance that one of k attempts is right, from `right` of `attempts` (Chen et al. 2021, eq. 1)."""
+    if not 0 <= right <= attempts or not 1 <= k <= attempts:
+        expected = f"k in [1, attempts] and right in [0, attempts], with {attempts} attempts"
+        raise ParameterError("k", expected, f"k = {k}, right = {right}", "Make at least k attempts per problem.")
+    return 1.0 - comb(attempts - right, k) / comb(attempts, k)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvrecall.core.errors import ParameterError, UnknownNameError
-from kvrecall.evaluate.tasks import needles, ruler, structured
+from kvrecall.evaluate.tasks import ruler, structured
 from kvrecall.evaluate.tasks.base import Task
 
 
@@ -23,11 +23,11 @@ class Known:
 
 
 KNOWN = {
-    "niah": Known(needles.niah, "one needle in a haystack, over depths and lengths"),
-    "niah-multikey": Known(needles.multikey, "one needle among many", 8, "needles in the text", 2, 64),
-    "niah-multivalue": Known(needles.multivalue, "all numbers of one name", 4, "numbers of the name", 2, 64),
-    "niah-multiquery": Known(needles.multiquery, "several needles in one question", 4, "needles asked for", 2, 64),
-    "multi-turn": Known(needles.multi_turn, "a needle per turn of one conversation", 8, "turns", 2, 32),
+    "niah": Known(ruler.niah, "one needle in a haystack, over depths and lengths"),
+    "niah-multikey": Known(ruler.multikey, "one needle among many", 8, "needles in the text", 2, 64),
+    "niah-multivalue": Known(ruler.multivalue, "all numbers of one name", 4, "numbers of the name", 2, 64),
+    "niah-multiquery": Known(ruler.multiquery, "several needles in one question", 4, "needles asked for", 2, 64),
+    "multi-turn": Known(ruler.multi_turn, "a needle per turn of one conversation", 8, "turns", 2, 32),
     "variable-tracking": Known(ruler.variable_tracking, "every variable of a chain of assignments", 4, "hops", 1, 32),
     "common-words": Known(ruler.common_words, "words that stand often in a list", 10, "common words", 1, 50),
     "frequent-words": Known(ruler.frequent_words, "the most frequent invented words", 3, "words asked for", 1, 20),

@@ -1,4 +1,8 @@
-"""RULER's tasks that are not needles (Hsieh et al. 2024, section 3): variable tracking, common words, frequent words.
+"""RULER's tasks (Hsieh et al. 2024, section 3): needles in a haystack, variable tracking, common words, frequent words.
+
+Needles are magic numbers in filler (Kamradt 2023). `niah`: one. `niah-multikey:K`: K needles, one asked for.
+`niah-multivalue:V`: one name with V numbers, all asked for. `niah-multiquery:Q`: Q names asked for at once. `multi-turn:T`: T
+needles, one asked for per turn (CTkvr, Table 5).
 
 `variable-tracking:HOPS`: a chain of assignments; name every variable that holds the value. `common-words:C`: the C words that
 stand often in a list where the others stand seldom. `frequent-words:W`: the W most frequent invented words of a Zipf text.
@@ -11,18 +15,83 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import islice, pairwise
 from string import ascii_lowercase, ascii_uppercase
+from typing import Any
 
 from kvrecall.core.errors import ParameterError
-from kvrecall.evaluate.scoring import string_match_all
-from kvrecall.evaluate.tasks.base import Room, Task, Turn
-from kvrecall.evaluate.tasks.text import haystack, made_up, numbers, vocabulary
+from kvrecall.evaluate.tasks.base import Room, Task, Turn, string_match_all
+from kvrecall.evaluate.tasks.text import haystack, made_up, names, numbers, vocabulary
 
+_INSTRUCTION = "Some special magic numbers are hidden in the text above. Answer with the numbers alone."
 _FREQUENCIES = ((30, 3), (20, 2), (10, 1))
 """Of common and of uncommon words: RULER's, then smaller ones of the same ratio for contexts too short for it."""
 _FILLED = 0.9
 """A list of the log's own words that fills this share of its room gets no made-up ones."""
 _ZIPF = 2.0  # RULER's exponent
 _NOISE = "...."
+
+
+def niah(spec: str, _: int) -> Task:
+    """One needle at a given depth."""
+
+    def make(room: Room, draw: random.Random, depth: float) -> tuple[str, tuple[Turn, ...]]:
+        (name,), (value,) = names(draw, 1), numbers(draw, 1)
+        document = haystack(draw, room.count, room.document_tokens, [(depth, _needle(name, value))])
+        return document, (_ask([name], [value]),)
+
+    return Task(spec, make, string_match_all, 32, _INSTRUCTION, depths=True)
+
+
+def multikey(spec: str, keys: int) -> Task:
+    """`keys` needles in all; one of them is asked for."""
+    return _hidden(spec, keys, 32, lambda called, values: (_ask(called[:1], values[:1]),))
+
+
+def multivalue(spec: str, count: int) -> Task:
+    """One name with several numbers."""
+    return _hidden(spec, count, 16 + 12 * count, lambda called, values: (_ask(called[:1], values),), one_name=True)
+
+
+def multiquery(spec: str, count: int) -> Task:
+    """Several names asked for in one question."""
+    room = 96 + 16 * count
+    return _hidden(spec, count, 16 + 20 * count, lambda called, values: (_ask(called, values),), question_tokens=room)
+
+
+def multi_turn(spec: str, turns: int) -> Task:
+    """One conversation about one document, a needle per turn."""
+
+    def ask(called: list[str], values: list[str]) -> tuple[Turn, ...]:
+        return tuple(_ask([name], [value]) for name, value in zip(called, values, strict=True))
+
+    return _hidden(spec, turns, 32, ask, turns=turns)
+
+
+def _hidden(
+    spec: str, count: int, answer_tokens: int, ask: Callable[[list[str], list[str]], tuple[Turn, ...]], *,
+    one_name: bool = False, **more: Any,
+) -> Task:  # fmt: skip
+    """`count` needles at random depths. ask: (names, numbers) -> questions. one_name: of all numbers."""
+
+    def make(room: Room, draw: random.Random, _: float) -> tuple[str, tuple[Turn, ...]]:
+        called, values = names(draw, 1 if one_name else count), numbers(draw, count)
+        called = called * count if one_name else called
+        passages = [(draw.random(), _needle(name, value)) for name, value in zip(called, values, strict=True)]
+        return haystack(draw, room.count, room.document_tokens, passages), ask(called, values)
+
+    return Task(spec, make, string_match_all, answer_tokens, _INSTRUCTION, **more)
+
+
+def _needle(name: str, value: str) -> str:
+    return f"One of the special magic numbers for {name} is: {value}."
+
+
+def _ask(called: list[str], values: list[str]) -> Turn:
+    said = ", ".join(called)
+    if len(values) == 1:
+        question = f"What is the special magic number for {said} mentioned in the text?"
+        return Turn(question, tuple(values), f" The special magic number for {said} mentioned in the text is")
+    question = f"What are all the special magic numbers for {said} mentioned in the text?"
+    return Turn(question, tuple(values), f" The special magic numbers for {said} mentioned in the text are")
 
 
 def variable_tracking(spec: str, hops: int) -> Task:

@@ -10,8 +10,7 @@ import json
 import random
 
 from kvrecall.core.errors import ParameterError
-from kvrecall.evaluate.scoring import copied_share, string_match_all
-from kvrecall.evaluate.tasks.base import Room, Task, Turn
+from kvrecall.evaluate.tasks.base import Room, Task, Turn, copied_share, string_match_all
 from kvrecall.evaluate.tasks.text import haystack, vocabulary
 
 

@@ -1,18 +1,31 @@
-"""Plots of a run as SVG text; the same samples give the same bytes."""
+"""The page of a run: its configuration, the summary, and a section per task with plots as SVG text.
+
+The same samples give the same bytes.
+"""
 
 from __future__ import annotations
 
 import io
 import re
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
-import matplotlib
-from matplotlib.figure import Figure
-
+from kvrecall.core.errors import InputFileError, MissingPackageError
+from kvrecall.core.whole_files import write_text
 from kvrecall.evaluate.conditions import FULL
-from kvrecall.evaluate.runs import Record
-from kvrecall.evaluate.summary import Row, heat_map
+from kvrecall.evaluate.runs import Record, read_config, read_records
+from kvrecall.evaluate.summary import RESAMPLES, Row, groups, heat_map, layer_recall, rounds, summarise, windows
 
+try:
+    import matplotlib
+    from jinja2 import Environment
+    from matplotlib.figure import Figure
+except ModuleNotFoundError as error:
+    raise MissingPackageError("matplotlib and jinja2", "plot", error.name) from None
+
+_SHOWN_SAMPLES = 3
+"""Answers that are quoted per task and condition."""
 _STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "kvrecall", "font.family": "sans-serif", "font.size": 9}
 _LEGEND_WIDTH, _TITLE_WIDTH = 84, 40
 """Most letters of a line below the axes, and of a line beside or above them."""
@@ -21,6 +34,58 @@ _WINDOW_AXES = {
     "agreement": "agreement of the likeliest token",
     "kl": "KL from full attention (nats)",
 }
+
+
+def write_page(folder: Path, out: Path) -> dict[str, Any]:
+    """Writes the page of a run; returns the numbers of its rows, plots and samples.
+
+    Raises InputFileError for a folder without a run, or a run without a finished sample.
+    """
+    config, records = read_config(folder), read_records(folder)
+    if not records:
+        raise InputFileError(folder, "holds no finished sample", "Run `kvrecall eval --out` with it first.")
+    rows = summarise(records)
+    columns = list(dict.fromkeys((r.task, r.context) for r in rows))
+    matrix = {c: {(r.task, r.context): r for r in rows if r.condition == c} for c in dict.fromkeys(r.condition for r in rows)}
+    sections = [_section(task, [r for r in rows if r.task == task], records) for task in dict.fromkeys(r.task for r in rows)]
+    template = (files("kvrecall") / "data" / "report.html.jinja").read_text(encoding="utf-8")
+    # Answers are untrusted text, so everything but the plots is escaped.
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    page = environment.from_string(template).render(
+        config=config, columns=columns, matrix=matrix, sections=sections, samples=len(records), resamples=RESAMPLES,
+        kinds={row.interval for row in rows}, estimated=any(row.estimated_units for row in rows),
+    )  # fmt: skip
+    page = page.encode("utf-8", "replace").decode()  # lone surrogates cannot be encoded
+    write_text(out, page)
+    return {"rows": len(rows), "plots": page.count("<svg"), "samples": len(records), "bytes": len(page.encode())}
+
+
+def _section(task: str, rows: list[Row], records: list[Record]) -> dict[str, Any]:
+    own = [r for r in records if r["task"] == task]
+    conditions = list(dict.fromkeys(r.condition for r in rows))
+    figures: list[tuple[str, list[str]]] = []
+    budgets = [r for r in rows if r.budget is not None]
+    if budgets and not any("windows" in r for r in own):
+        by_context = groups([r.to_dict() for r in rows], "context")
+        found = [accuracy_by_budget([r for r in rows if r.context == context]) for (context,) in by_context]
+        titles = ", ".join(f"{context:,}" for (context,) in by_context if context is not None)
+        figures.append((f"Score against budget{f' at {titles} tokens' if titles else ''}", found))
+    if any(r.get("depth") is not None for r in own):
+        figures.append(("Score by depth and context", [heat(own, task, c) for c in conditions]))
+    drifted = windows(own)
+    for context in dict.fromkeys(length for _, length, _ in drifted):
+        lines = {c: w for (_, length, c), w in drifted.items() if length == context}
+        steps = [along_steps(lines, name) for name in ("recall", "agreement", "kl")]
+        figures.append((f"Along the generated tokens, after a prompt of {context:,} tokens", steps))
+    if layers := layer_recall(own):
+        figures.append(("Recall of each layer", [by_layer(layers)]))
+    if any(row.decode_ms is not None for row in rows):
+        figures.append(("Time per generated token", [latency(rows)]))
+    quoted = [r for group in groups([r for r in own if r.get("answers")], "condition").values() for r in group[:_SHOWN_SAMPLES]]
+    return {
+        "task": task, "rows": rows, "figures": figures, "rounds": rounds(own), "windows": drifted, "quoted": quoted,
+        "passes": sorted({k for row in rows for k in row.pass_at_k}),
+    }  # fmt: skip
 
 
 def accuracy_by_budget(rows: list[Row]) -> str:
@@ -78,8 +143,8 @@ def heat(records: list[Record], task: str, condition: str) -> str:
 def along_steps(lines: dict[str, list[dict[str, Any]]], name: str) -> str:
     """One measure of a long generation (recall, agreement or kl) over its windows, a line per condition."""
     figure, axes = _figure()
-    for label, windows in lines.items():
-        points = [(w["first_step"], w[name]) for w in windows if w[name] is not None]
+    for label, measured in lines.items():
+        points = [(w["first_step"], w[name]) for w in measured if w[name] is not None]
         if points:
             axes.plot(*zip(*points, strict=True), marker=".", linewidth=1.2, label=label)
     axes.set_xlabel("generated tokens (first of the window)")

@@ -1,4 +1,7 @@
-"""Verbs of `kvrecall bench`: one layer or a whole model, against full attention in the same process."""
+"""Retrieval against full attention in the same process, of one layer or a whole model. What fails its check is not timed.
+
+python -m benchmarks NAME --help    layer, decode, prefill, generate, ops or methods
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,17 @@ import typer
 from kvrecall.cli import options
 from kvrecall.cli.report import plain_table
 from kvrecall.cli.screen import results
+from kvrecall.cli.threads import wait_passively
 from kvrecall.cli.verb import Result, notes, verb
 from kvrecall.core.errors import ParameterError, UnknownNameError
 
-commands = typer.Typer()
+commands = typer.Typer(
+    help="Measure retrieval against full attention. What fails its check is not timed.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 Out = Annotated[Path | None, typer.Option(help="CSV file for the rows.")]
 Contexts = Annotated[str, typer.Option("--context", help="Tokens, one or more: 65536 or 64k,128k,1m.")]
@@ -255,3 +265,8 @@ def _need_cuda() -> None:
     if not torch.cuda.is_available():
         remedy = "Run it where there is one; `make bench-cpu` needs none."
         raise ParameterError("device", "a CUDA GPU", "none that torch sees", remedy)
+
+
+if __name__ == "__main__":
+    wait_passively()
+    commands(prog_name="python -m benchmarks")

@@ -1,1 +1,0 @@
-"""A run as one HTML page: tables and plots, everything inside the file."""
