@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import kvrecall
 from kvrecall.core import extras
 from kvrecall.core.errors import MissingPackageError
 from tests import import_graph, private_names
@@ -19,29 +20,30 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "kvrecall"
 FILES = sorted(PACKAGE.rglob("*.py"))
 BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
-COMMON = {"core", "parts"}
-STAGES = {
-    "cache": set(),
-    "index": {"select"},  # the GQA reduction and the deterministic top-k are part of every search
-    "trigger": set(),
-    "select": set(),
-    "static": {"select"},  # which the choice of a static set shares with every search
-    "fetch": set(),
-    "attend": {"merge"},  # the splits of one attention are merged like any other parts
-    "merge": set(),
+_PARTS = "core", "parts", "cache", "select", "merge", "attend", "fetch", "trigger", "index", "static"
+_ALL = *_PARTS, "methods", "layer", "step", "baselines", "models", "backends", "engine"
+LAYERS: dict[str, tuple[str, ...]] = {
+    "core": (),
+    "parts": ("core",),
+    "cache": ("core",),
+    "select": ("core",),
+    "merge": ("core",),
+    "attend": ("core", "merge"),
+    "fetch": ("core", "parts"),
+    "trigger": ("core", "parts"),
+    "index": ("core", "parts", "cache", "select", "attend"),
+    "static": ("core", "parts", "cache", "select", "fetch", "index"),
+    "methods": _PARTS,
+    "layer": (*_PARTS, "methods"),
+    "step": (*_PARTS, "methods"),
+    "baselines": (*_PARTS, "methods"),
+    "models": ("core",),
+    "backends": (*_PARTS, "methods", "layer", "step", "models"),
+    "engine": (*_PARTS, "methods", "layer", "step", "models", "backends"),
+    "evaluate": _ALL,
+    "cli": (*_ALL, "evaluate"),
 }
-DRIVERS = {"layer", "step", "methods", "baselines", "engine", "backends", "models", "cli", "evaluate"}
-"""What may see several stages."""
-DRIVER_FILES = {"static/sets.py"}
-"""A static set is judged by an index, read from the cache and fetched ahead."""
-HOST_ROWS = {"prefetch", "host_keys", "host_keys_kernel"}
-"""Readers of host rows, which know no zones: every stage may import them from the cache."""
-BLOCKS = {"blocks", "block_bytes"}
-"""Blocks, and a device's memory of them: an index may keep its summaries there."""
-ZONES = {"zones", "slot_zones", "slot_kernels"}
-"""Lengths of zones, and how a device step counts them: an index's part of that step follows them."""
-STEP_PARTS = {"index/step.py", "index/sphere/kernels/step.py"}
-"""Parts of a device step, which attends in the launch that stores."""
+"""The folders, and which of them each may import. What a folder imports stands above it."""
 LATE = {("kvrecall.index.sphere.config", "kvrecall.index.sphere")}
 """Pairs of modules that import each other, one of them inside a function."""
 THIRD_PARTY = {
@@ -54,82 +56,42 @@ THIRD_PARTY = {
     "_mask_length",
 }  # fmt: skip
 """Names of torch, transformers, vLLM and Python that have no public form."""
-FREE = [*COMMON, *STAGES, "layer", "step", "methods", "baselines"]
+FREE = [*_PARTS, "layer", "step", "methods", "baselines"]
 """Folders that import without transformers and vLLM."""
 SEAM = {"backends/__init__.py", "backends/base.py", "backends/interrupt.py", "backends/memory.py"}
 """What a backend without transformers shares with that one, which imports without it, too."""
 
 
-def imported(path: Path) -> list[list[str]]:
-    """Modules of kvrecall that a file imports, by their names within the package, without readers of host rows."""
-    found = []
+def imports(path: Path) -> set[str]:
+    """Folders and files at the top of the package that a file imports."""
+    found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
             assert not node.level, f"{path}: relative import"
             module = node.module or ""
             names = [f"kvrecall.{a.name}" for a in node.names] if module == "kvrecall" else [module]
-        within = [name.split(".")[1:] for name in names if name.startswith("kvrecall.")]
-        found += [parts for parts in within if not (parts[0] == "cache" and parts[1:] and parts[1] in HOST_ROWS)]
+        found |= {name.split(".")[1] for name in names if name.startswith("kvrecall.")}
     return found
 
 
-def imports(path: Path) -> set[str]:
-    """First-level modules of kvrecall that a file imports, without readers of host rows."""
-    return {parts[0] for parts in imported(path)}
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_imports_only_structs_errors_and_itself(stage: str) -> None:
-    allowed = COMMON | {stage} | STAGES[stage]
-    for path in (PACKAGE / stage).rglob("*.py"):
-        if str(path.relative_to(PACKAGE)) not in DRIVER_FILES:
-            of_cache = BLOCKS | ZONES if stage == "index" else set()
-            others = [parts for parts in imported(path) if parts[:1] != ["cache"] or parts[1] not in of_cache]
-            more = {"attend"} if str(path.relative_to(PACKAGE)) in STEP_PARTS else set()
-            assert {parts[0] for parts in others} <= allowed | more, path.relative_to(PACKAGE)
-
-
-def test_blocks_know_no_stage() -> None:
-    for name in BLOCKS | ZONES:
-        assert imports(PACKAGE / "cache" / f"{name}.py") <= COMMON | {"cache"}
-
-
-def test_readers_of_host_rows_know_no_stage() -> None:
-    for name in HOST_ROWS:
-        assert imports(PACKAGE / "cache" / f"{name}.py") <= COMMON
-
-
-def test_only_the_drivers_see_several_stages() -> None:
+def test_folders_import_those_below_them() -> None:
+    below: set[str] = set()
+    for folder, allowed in LAYERS.items():
+        assert set(allowed) <= below, folder
+        below.add(folder)
+    folders = {path.name for path in PACKAGE.iterdir() if any(path.glob("*.py"))}
+    assert folders | {"parts"} == set(LAYERS)
+    public = {path.stem for path in PACKAGE.glob("*.py")} | set(kvrecall.__all__)
     for path in FILES:
-        home = path.relative_to(PACKAGE).parts[0]
-        if home in DRIVERS or home in STAGES:
-            continue
-        assert not imports(path) & set(STAGES), path.relative_to(PACKAGE)
+        home = _home(path)
+        if home in LAYERS:
+            more = public if home in ("evaluate", "cli") else set()  # they may use what users do
+            assert imports(path) <= {home, *LAYERS[home]} | more, path.relative_to(PACKAGE)
 
 
-def test_a_baseline_imports_parts_methods_and_itself() -> None:
-    allowed = {*COMMON, *STAGES, "methods"} - {"cache"}
-    for path in (PACKAGE / "baselines").rglob("*.py"):
-        own = path.relative_to(PACKAGE / "baselines").parts[0].removesuffix(".py")
-        for first, *further in imported(path):
-            assert first in allowed or (first == "baselines" and further[:1] == [own]), path.relative_to(PACKAGE)
-
-
-def test_nothing_that_a_baseline_is_made_of_imports_one() -> None:
-    for path in FILES:
-        if _home(path) in FREE and _home(path) != "baselines":
-            assert "baselines" not in imports(path), path.relative_to(PACKAGE)
-
-
-def test_what_all_stages_share_imports_none_of_them() -> None:
-    for path in (PACKAGE / "core").rglob("*.py"):
-        assert imports(path) <= {"core"}, path.relative_to(PACKAGE)
-
-
-def test_folders_import_each_other_in_one_direction() -> None:
+def test_modules_import_each_other_in_one_direction() -> None:
     loaded, _ = import_graph.graphs(PACKAGE)
-    assert import_graph.cycle(import_graph.by_folder(loaded)) == []
     assert import_graph.cycle(loaded) == []
 
 
@@ -252,9 +214,9 @@ def test_references_import_no_kernel() -> None:
         assert "numba" not in text and "triton" not in text
 
 
-@pytest.mark.parametrize("path", [*FILES, *BENCHMARKS], ids=lambda p: str(p.relative_to(ROOT)))
-def test_files_say_what_they_are(path: Path) -> None:
-    assert ast.get_docstring(ast.parse(path.read_text()))
+def test_files_say_what_they_are() -> None:
+    for path in (*FILES, *BENCHMARKS):
+        assert ast.get_docstring(ast.parse(path.read_text())), path.relative_to(ROOT)
 
 
 def test_tests_lie_in_the_folder_of_what_they_test() -> None:
@@ -266,28 +228,23 @@ def test_tests_lie_in_the_folder_of_what_they_test() -> None:
     assert alone <= {path.stem for path in PACKAGE.glob("*.py")} | {"invariants", "packaging", "refused_memory", "structure"}
 
 
-def test_the_median_file_is_short() -> None:
-    lengths = sorted(len(p.read_text().splitlines()) for p in FILES)
-    assert lengths[len(lengths) // 2] <= 120
-
-
 MAKERS = {"zeros", "ones", "empty", "full", "rand", "randn", "tensor", "linspace", "eye"}
 """Functions of torch that make a tensor whose dtype and device depend on defaults that a user may have set."""
 DEVICE_ONLY = {"arange", "as_tensor", "randint", "randperm"}
 """Those whose dtype follows from their arguments here."""
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_tensors_say_their_dtype_and_device(path: Path) -> None:
+def test_tensors_say_their_dtype_and_device() -> None:
     """`torch.set_default_dtype` and `torch.set_default_device` change nothing."""
-    for call in ast.walk(ast.parse(path.read_text())):
-        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
-            continue
-        if ast.unparse(call.func.value) != "torch" or call.func.attr not in MAKERS | DEVICE_ONLY:
-            continue
-        given = {keyword.arg for keyword in call.keywords}
-        needed = {"device"} if call.func.attr in DEVICE_ONLY else {"dtype", "device"}
-        assert None in given or needed <= given, f"line {call.lineno}: {ast.unparse(call)}"
+    for path in FILES:
+        for call in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+                continue
+            if ast.unparse(call.func.value) != "torch" or call.func.attr not in MAKERS | DEVICE_ONLY:
+                continue
+            given = {keyword.arg for keyword in call.keywords}
+            needed = {"device"} if call.func.attr in DEVICE_ONLY else {"dtype", "device"}
+            assert None in given or needed <= given, f"{path}, line {call.lineno}: {ast.unparse(call)}"
 
 
 def test_public_names_are_few_and_importing_changes_nothing_global() -> None:
