@@ -48,7 +48,7 @@ from kvrecall.backends.transformers.signature import ModelSignature
 from kvrecall.backends.transformers.statistics_file import ModelStatistics
 from kvrecall.cache.device_memory import free_device_bytes
 from kvrecall.core.errors import DeviceMemoryError, HostMemoryError
-from kvrecall.core.fp8_rows import host_row_bytes
+from kvrecall.core.fp8 import host_row_bytes
 from kvrecall.evaluate.trace import Trace
 from kvrecall.index.base import LayerShape
 from kvrecall.index.statistics import KeyStatistics, LayerStatistics

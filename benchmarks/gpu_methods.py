@@ -40,8 +40,8 @@ from benchmarks.gpu_time import Times, timed
 from benchmarks.gpu_unit_step import UnitStep
 from benchmarks.statistics import even_statistics
 from kvrecall.attend.reference import attend_rows
-from kvrecall.core.few_threads import few_threads
 from kvrecall.core.launch import kernels_available
+from kvrecall.core.numba import few_threads
 from kvrecall.core.structs import AttentionParams, Budget, HostTable, Rows
 from kvrecall.index.base import LayerShape
 from kvrecall.index.query_centroids import CentroidConfig, CentroidIndex

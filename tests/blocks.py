@@ -14,7 +14,7 @@ from kvrecall.cache.host_memory import Region
 from kvrecall.cache.layer import LayerStore
 from kvrecall.cache.zone_rows import ZoneRows
 from kvrecall.cache.zones import ZoneSizes
-from kvrecall.core import fp8_rows
+from kvrecall.core import fp8
 from kvrecall.core.structs import HostTable
 from tests.strategies import generator
 
@@ -42,10 +42,10 @@ def host_table(stored: list[Tensor], block_size: int, device: str = "cpu", seed:
 
 def in_eight_bits(table: HostTable) -> HostTable:
     """The same rows in eight bits; those that are NaN stay NaN."""
-    blocks = [fp8_rows.block_of(fp8_rows.quantised(block)) for block in table.rows]
+    blocks = [fp8.block_of(fp8.quantised(block)) for block in table.rows]
     held = torch.stack(blocks)
     held = held.pin_memory() if table.rows.is_pinned() else held
-    return HostTable(fp8_rows.numbers_of(held, tuple(table.rows.shape[1:])), table.blocks, table.rows.dtype)
+    return HostTable(fp8.numbers_of(held, tuple(table.rows.shape[1:])), table.blocks, table.rows.dtype)
 
 
 def overwrite(table: HostTable, sequence: int, ids: Tensor, number: float) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvrecall.attend import attend_selected
 from kvrecall.attend.cpu import PIECE
-from kvrecall.core.fp8_rows import quantised
+from kvrecall.core.fp8 import quantised
 from kvrecall.core.structs import HostTable
 from kvrecall.merge import merge
 from tests.attend.dense import dense

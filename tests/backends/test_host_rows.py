@@ -13,7 +13,7 @@ from kvrecall import RetrievalCache, engine
 from kvrecall.backends.transformers.session import read_info
 from kvrecall.cache.block_rows import BlockRows
 from kvrecall.core import errors
-from kvrecall.core.fp8_rows import as_stored
+from kvrecall.core.fp8 import as_stored
 from kvrecall.methods import registry
 from tests.backends.models import tiny
 from tests.backends.test_sessions import PARTS, decode, feed, method_of, tokens

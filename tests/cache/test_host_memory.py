@@ -16,9 +16,9 @@ import torch
 
 from kvrecall.cache import host_memory
 from kvrecall.cache.host_memory import Region, available_host_bytes
-from kvrecall.core import page_locked
+from kvrecall.core import cuda
+from kvrecall.core.cuda import staging
 from kvrecall.core.errors import HostMemoryError
-from kvrecall.core.page_locked import staging
 from tests.blocks import fork, small_blocks, zone_of
 
 
@@ -46,7 +46,7 @@ class Runtime:
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     made = Runtime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
-    monkeypatch.setattr(page_locked, "_warned", False)
+    monkeypatch.setattr(cuda, "_warned", False)
     return made
 
 

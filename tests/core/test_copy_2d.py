@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvrecall.cache.prefetch import copy_heads
-from kvrecall.core import copy_2d, cuda_driver
-from kvrecall.core.fp8_rows import SmallRows, quantised
+from kvrecall.core import cuda
+from kvrecall.core.fp8 import SmallRows, quantised
 from tests.strategies import SEEDS, examples, gaussian
 
 KINDS = {"bf16": torch.bfloat16, "fp32": torch.float32, "uint8": torch.uint8}
@@ -27,7 +27,7 @@ class Driver:
     nothing."""
 
     def __init__(self, *answers: int) -> None:
-        self.calls, self.answers = list[copy_2d.Copy2D](), list(answers)
+        self.calls, self.answers = list[cuda.Copy2D](), list(answers)
 
     def __call__(self, reference: Any, stream: int) -> int:
         assert stream == 77
@@ -47,9 +47,9 @@ class Driver:
 
 def install(patch: pytest.MonkeyPatch, driver: Driver, to_device: bool = True) -> Driver:
     """As if one of two CPU tensors were on GPU 0: the target of a copy, or its source."""
-    patch.setattr(copy_2d, "_gpu", lambda source, target: (0, to_device))
-    patch.setattr(copy_2d, "_function", lambda: driver)
-    patch.setattr(copy_2d, "_stream", lambda index: 77)
+    patch.setattr(cuda, "_gpu", lambda source, target: (0, to_device))
+    patch.setattr(cuda, "_function", lambda: driver)
+    patch.setattr(cuda, "_stream", lambda index: 77)
     patch.setattr(torch.cuda, "current_device", lambda: 0)
     return driver
 
@@ -123,7 +123,7 @@ def test_other_forms_are_copied_head_by_head(name: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("limit", [95, 96, 127, 128])
 def test_no_pitch_exceeds_the_limit_of_the_driver(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = install(monkeypatch, Driver())
-    monkeypatch.setattr(copy_2d, "_MOST_PITCH", limit)
+    monkeypatch.setattr(cuda, "_MOST_PITCH", limit)
     source, target = gaussian(1, 3, 4, 2, 4)[:, :3], torch.zeros(3, 3, 2, 4)  # heads are 128 and 96 bytes apart
     copy_heads(source, target)
     assert torch.equal(target, source) and len(driver.calls) == (limit >= 128)
@@ -138,22 +138,22 @@ def test_which_tensors_the_driver_copies(near: str, pinned: bool, runtime: str, 
             raise OSError
         return SimpleNamespace() if runtime == "old-driver" else SimpleNamespace(cuMemcpy2DAsync_v2=SimpleNamespace())
 
-    monkeypatch.setattr(copy_2d, "cuda_driver", library)
+    monkeypatch.setattr(cuda, "cuda_driver", library)
     monkeypatch.setattr(torch.version, "hip", "6.0" if runtime == "hip" else None)
-    copy_2d._function.cache_clear()
+    cuda._function.cache_clear()
     source, target = (
         SimpleNamespace(is_cuda=near in (name, "both"), is_pinned=lambda: pinned, get_device=lambda: 3)
         for name in ("source", "target")
     )
-    got = copy_2d._gpu(source, target)  # type: ignore[arg-type]
-    copy_2d._function.cache_clear()
+    got = cuda._gpu(source, target)  # type: ignore[arg-type]
+    cuda._function.cache_clear()
     fits = runtime == "cuda" and pinned and near in ("source", "target")
     assert got == ((3, near == "target") if fits else None)
 
 
 def test_what_is_not_page_locked_is_copied_head_by_head() -> None:
     source, target = gaussian(1, 3, 4, 2, 4), torch.zeros(3, 4, 2, 4)
-    assert not copy_2d.copy_2d(source, target) and not target.any()
+    assert not cuda.copy_2d(source, target) and not target.any()
     copy_heads(source, target)
     assert torch.equal(target, source)
 
@@ -179,20 +179,20 @@ class Library:
 
 def test_a_thread_without_a_context_enters_it(monkeypatch: pytest.MonkeyPatch) -> None:
     driver, library = install(monkeypatch, Driver(201)), Library()
-    monkeypatch.setattr(copy_2d, "cuda_driver", lambda: library)
+    monkeypatch.setattr(cuda, "cuda_driver", lambda: library)
     source, target = gaussian(1, 3, 4, 2, 4), torch.zeros(3, 4, 2, 4)
-    assert copy_2d.copy_2d(source, target)
+    assert cuda.copy_2d(source, target)
     assert torch.equal(target, source) and len(driver.calls) == 1 and library.entered == [1000]
 
 
 @pytest.mark.parametrize("answers", [(1,), (201, 1), (201, 201)])
 def test_an_error_of_the_driver_is_raised(answers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, Driver(*answers))
-    for module in (copy_2d, cuda_driver):
+    for module in (cuda, cuda):
         monkeypatch.setattr(module, "cuda_driver", Library)
     with pytest.raises(RuntimeError, match=f"CUDA error {answers[-1]}: invalid argument"):
-        copy_2d.copy_2d(gaussian(1, 3, 4, 2, 4), torch.zeros(3, 4, 2, 4))
+        cuda.copy_2d(gaussian(1, 3, 4, 2, 4), torch.zeros(3, 4, 2, 4))
 
 
 def test_the_struct_has_the_size_of_the_driver() -> None:
-    assert ctypes.sizeof(copy_2d.Copy2D) == 128 and copy_2d.Copy2D.target_x.offset == 56
+    assert ctypes.sizeof(cuda.Copy2D) == 128 and cuda.Copy2D.target_x.offset == 56

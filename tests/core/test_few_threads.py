@@ -8,7 +8,7 @@ import sys
 import numba
 import pytest
 
-from kvrecall.core.few_threads import MOST, few_threads
+from kvrecall.core.numba import MOST, few_threads
 
 
 @few_threads()

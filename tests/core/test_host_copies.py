@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvrecall.core import page_locked
-from kvrecall.core.host_copies import HostCopy, packed, to_device, unpacked
+from kvrecall.core import cuda
+from kvrecall.core.cuda import HostCopy, packed, to_device, unpacked
 from tests.strategies import gaussian
 
 HOST = torch.device("cpu")
@@ -16,7 +16,7 @@ HOST = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU page-locked memory is refused; that is told elsewhere."""
-    monkeypatch.setattr(page_locked, "_warned", True)
+    monkeypatch.setattr(cuda, "_warned", True)
 
 
 def unlike() -> list[Tensor]:

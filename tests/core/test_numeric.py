@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numba import njit
 
-from kvrecall.core.numeric import exp_below, trailing_zeros
+from kvrecall.core.numba import exp_below, trailing_zeros
 
 
 @njit

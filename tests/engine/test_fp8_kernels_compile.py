@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import kvrecall
-from kvrecall.core import fp8_rows
+from kvrecall.core import fp8
 from kvrecall.core.structs import AttentionParams, HostRows, HostTable
 from tests.engine.compiled import CAPABILITIES, compile_all, start_in
 from tests.layers import ZONES, state, tokens
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 
 def table(dim: int, dtype: torch.dtype, block_size: int = 64) -> HostTable:
     shape = 2, block_size, 2, dim
-    held = torch.zeros(3, fp8_rows.block_nbytes(shape), dtype=torch.uint8)
-    return HostTable(fp8_rows.numbers_of(held, shape), torch.zeros(2, 3, dtype=torch.int32), dtype)
+    held = torch.zeros(3, fp8.block_nbytes(shape), dtype=torch.uint8)
+    return HostTable(fp8.numbers_of(held, shape), torch.zeros(2, 3, dtype=torch.int32), dtype)
 
 
 def wide_loads(text: str) -> int:

@@ -10,8 +10,8 @@ import torch
 
 from kvrecall.cache.prefetch import copy_heads, prefetch_pieces
 from kvrecall.cache.transfer import bring
-from kvrecall.core import copy_2d
-from kvrecall.core.fp8_rows import SmallRows, as_stored
+from kvrecall.core import cuda
+from kvrecall.core.fp8 import SmallRows, as_stored
 from kvrecall.core.launch import cdiv
 from tests.blocks import small_blocks, store, zone_of
 from tests.gpu.test_uncaptured_on_cuda import CUDA
@@ -25,8 +25,8 @@ class Calls:
     """Counts the copies that the driver starts."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count, self._own = 0, copy_2d._function()
-        monkeypatch.setattr(copy_2d, "_function", lambda: self._counted)
+        self.count, self._own = 0, cuda._function()
+        monkeypatch.setattr(cuda, "_function", lambda: self._counted)
 
     def _counted(self, *given: Any) -> int:
         self.count += 1
@@ -76,11 +76,11 @@ def test_bytes_around_the_rows_stay_as_they_are(small: bool, monkeypatch: pytest
     calls = Calls(monkeypatch)
     for each in block[:2] if isinstance(block, SmallRows) else (block,):
         there = torch.full_like(each.view(torch.uint8), 7, device=CUDA).view(each.dtype)
-        assert copy_2d.copy_2d(each[:, 9:41], there[:, 20:52])
+        assert cuda.copy_2d(each[:, 9:41], there[:, 20:52])
         got, own = there.view(torch.uint8).cpu(), each.view(torch.uint8)
         assert torch.equal(got[:, 20:52], own[:, 9:41]) and (got[:, :20] == 7).all() and (got[:, 52:] == 7).all()
         kept = own.clone()
-        assert copy_2d.copy_2d(there[:, 20:40], each[:, 30:50])
+        assert cuda.copy_2d(there[:, 20:40], each[:, 30:50])
         torch.cuda.synchronize()
         kept[:, 30:50] = got[:, 20:40]
         assert torch.equal(own, kept)
@@ -93,7 +93,7 @@ def test_a_thread_that_has_called_nothing_copies() -> None:
     (block,) = zone.blocks(on_device=True)
     near, made = torch.zeros_like(block, device=CUDA), list[bool]()
     torch.cuda.synchronize()
-    thread = threading.Thread(target=lambda: made.append(copy_2d.copy_2d(block, near)))
+    thread = threading.Thread(target=lambda: made.append(cuda.copy_2d(block, near)))
     thread.start()
     thread.join()
     torch.cuda.synchronize()
@@ -105,12 +105,12 @@ def test_the_host_does_not_wait() -> None:
     zone.append(rows.cuda())
     (block,) = zone.blocks(on_device=True)
     near, big = torch.zeros_like(block, device=CUDA), torch.randn(8192, 8192, device=CUDA)
-    assert copy_2d.copy_2d(block, near)
+    assert cuda.copy_2d(block, near)
     torch.cuda.synchronize()
     near.zero_()
     for _ in range(20):
         torch.mm(big, big)
-    assert copy_2d.copy_2d(block, near)
+    assert cuda.copy_2d(block, near)
     assert not torch.cuda.current_stream().query()
     assert torch.equal(near.cpu(), rows)
 

@@ -13,8 +13,8 @@ import kvrecall
 from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.backends.transformers.capture.decoder import CapturedDecoder
 from kvrecall.cache.host_memory import Region
+from kvrecall.core.cuda import HostCopy, to_device
 from kvrecall.core.errors import NonFiniteError
-from kvrecall.core.host_copies import HostCopy, to_device
 from kvrecall.engine.prefill import prefill
 from kvrecall.index.sphere import SphereIndex, reference
 from kvrecall.index.sphere.codes import Codes, encode
@@ -93,7 +93,7 @@ def test_refused_pinning_warns_and_falls_back(monkeypatch: pytest.MonkeyPatch) -
             return 2  # type: ignore[return-value]
 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Refusing)
-    monkeypatch.setattr("kvrecall.core.page_locked._warned", False)  # another test may have heard it
+    monkeypatch.setattr("kvrecall.core.cuda._warned", False)  # another test may have heard it
     with pytest.warns(RuntimeWarning, match="pageable"):
         region = pinned_region(1000)
     assert not region.pinned

@@ -19,7 +19,7 @@ from kvrecall.cache import host_memory
 from kvrecall.cache.host_memory import Region
 from kvrecall.cache.transfer import bring
 from kvrecall.cache.zones import ZoneSizes
-from kvrecall.core import page_locked
+from kvrecall.core import cuda
 from kvrecall.core.errors import DeviceMemoryError
 from kvrecall.core.structs import AttentionParams, HostRows, Partial, Rows
 from kvrecall.index.base import LayerShape
@@ -289,7 +289,7 @@ def test_generation_without_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> No
         model = tiny("cuda")  # host memory belongs to a model: another one asks for its own
         with pytest.MonkeyPatch.context() as patch:
             if refuse:
-                patch.setattr(page_locked, "_warned", False)
+                patch.setattr(cuda, "_warned", False)
                 refusing = Refusing()
                 patch.setattr(torch.cuda, "cudart", lambda refusing=refusing: refusing)
             with warnings.catch_warnings(record=True) as told:
@@ -306,7 +306,7 @@ def test_generation_without_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_real_refusal_leaves_no_error_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Registering the same pages twice is refused by CUDA itself; the next launch must not be blamed for it."""
-    monkeypatch.setattr(page_locked, "_warned", False)
+    monkeypatch.setattr(cuda, "_warned", False)
     region = Region((1 << 20,), torch.uint8, CUDA)
     region.give(1 << 20)
     registered: list[int] = []

@@ -9,8 +9,8 @@ from torch import Tensor
 from kvrecall.attend import reference
 from kvrecall.cache import host_keys
 from kvrecall.cache.host_keys import copy_keys
-from kvrecall.core import fp8_rows
-from kvrecall.core.fp8_rows import as_stored
+from kvrecall.core import fp8
+from kvrecall.core.fp8 import as_stored
 from kvrecall.core.launch import next_power_of_2
 from kvrecall.core.structs import HostRows, HostTable, Rows
 from tests.blocks import host_table, in_eight_bits
@@ -21,7 +21,8 @@ import triton
 import triton.language as tl
 
 from kvrecall.attend.cuda import attend_rows
-from kvrecall.core import host_rows
+from kvrecall.core.triton import as_stored as stored_again
+from kvrecall.core.triton import store_row
 from kvrecall.fetch.kernels import gather_rows
 from kvrecall.index.query_centroids import kernels
 
@@ -34,7 +35,7 @@ def store_kernel(p_rows, p_pool, p_table, HEADS, TOKENS, BLOCK: tl.constexpr, D:
     i_t, i_h, o_d = tl.program_id(0), tl.program_id(1), tl.arange(0, BD)
     p_row = p_rows + (i_h * TOKENS + i_t) * (2 * D) + o_d
     b_k, b_v = tl.load(p_row, mask=o_d < D, other=0.0), tl.load(p_row + D, mask=o_d < D, other=0.0)
-    host_rows.store_row(p_pool, p_table, i_t, i_t >= 0, i_h, HEADS, b_k, b_v, BLOCK, D, BD)
+    store_row(p_pool, p_table, i_t, i_t >= 0, i_h, HEADS, b_k, b_v, BLOCK, D, BD)
 
 
 @triton.jit
@@ -42,7 +43,7 @@ def stored_kernel(p_rows, p_pool, p_out, N, D: tl.constexpr, BD: tl.constexpr, R
     """Keys or values `[N, D]` as they are read back."""
     o_r, o_d = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, BD)
     o_x, m_x = o_r[:, None] * D + o_d[None, :], (o_r < N)[:, None] & (o_d < D)[None, :]
-    tl.store(p_out + o_x, host_rows.as_stored(tl.load(p_rows + o_x, mask=m_x, other=0.0), p_pool), mask=m_x)
+    tl.store(p_out + o_x, stored_again(tl.load(p_rows + o_x, mask=m_x, other=0.0), p_pool), mask=m_x)
 
 
 def rows_of(dim: int, dtype: torch.dtype, tokens: int = 40) -> Tensor:
@@ -60,13 +61,13 @@ def rows_of(dim: int, dtype: torch.dtype, tokens: int = 40) -> Tensor:
 def test_a_row_is_written_as_the_reference_writes_it(dim: int, dtype: torch.dtype) -> None:
     rows = rows_of(dim, dtype)
     expected = in_eight_bits(host_table([rows], 16))
-    held = torch.zeros(len(expected.rows), fp8_rows.block_nbytes((HEADS, 16, 2, dim)), dtype=torch.uint8)
-    numbers = fp8_rows.numbers_of(held, (HEADS, 16, 2, dim))
+    held = torch.zeros(len(expected.rows), fp8.block_nbytes((HEADS, 16, 2, dim)), dtype=torch.uint8)
+    numbers = fp8.numbers_of(held, (HEADS, 16, 2, dim))
     made = HostTable(numbers, expected.blocks, dtype)
     store_kernel[40, HEADS](rows, made.pool, made.blocks, HEADS, 40, BLOCK=16, D=dim, BD=next_power_of_2(dim))
     for token in range(40):
         at = int(made.blocks[0, token // 16]), slice(None), token % 16
-        mine, theirs = (fp8_rows.scales_of(x.rows)[at] for x in (made, expected))
+        mine, theirs = (fp8.scales_of(x.rows)[at] for x in (made, expected))
         assert torch.equal(mine.nan_to_num(), theirs.nan_to_num()) and torch.equal(mine.isnan(), theirs.isnan())
         known = ~theirs.isnan()
         assert torch.equal(made.pool[at][known], expected.pool[at][known])

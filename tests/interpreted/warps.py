@@ -1,4 +1,4 @@
-"""The instructions of a warp (`core/lanes.py`) in numpy, so that kernels that use them run in the interpreter.
+"""The instructions of a warp (`core/triton.py`) in numpy, so that kernels that use them run in the interpreter.
 
 Written from NVIDIA's PTX manual, not from what a kernel makes of them: where a matrix product has its rows and columns, what a
 vote and an exchange give. A block of values has the 32 threads of each warp side by side.
@@ -15,7 +15,7 @@ import pytest
 from numpy.typing import NDArray
 from triton.runtime import interpreter
 
-from kvrecall.core import lanes
+from kvrecall.core import triton as lanes
 
 Words = NDArray[np.uint32]
 

@@ -15,15 +15,17 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from kvrecall.core.numeric import E4M3, as_bits, parallel_njit
-from kvrecall.core.row_words import (
+from kvrecall.core.numba import (
+    E4M3,
     QUERIES,
     add_row,
+    as_bits,
     as_words,
     from_word_order,
     in_word_order,
     load_row,
     numbers_per_word,
+    parallel_njit,
     score_keys,
 )
 from kvrecall.core.structs import Partial, Rows

@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kvrecall.attend.kernels import attend_block
-from kvrecall.core.host_rows import load_rows
 from kvrecall.core.launch import cdiv, next_power_of_2
 from kvrecall.core.structs import HostRows, Partial, Rows
+from kvrecall.core.triton import load_rows
 from kvrecall.merge.cuda import merge_splits
 
 _PART_ROWS = 16

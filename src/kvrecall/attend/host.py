@@ -13,9 +13,7 @@ from numba import njit, prange
 from torch import Tensor
 
 from kvrecall.attend.cpu import PIECE, attend_piece, merge_pieces
-from kvrecall.core.few_threads import few_threads
-from kvrecall.core.numeric import PARALLEL, row_bits
-from kvrecall.core.row_words import as_words, first_pieces, places_of
+from kvrecall.core.numba import PARALLEL, as_words, few_threads, first_pieces, places_of, row_bits
 from kvrecall.core.structs import HostTable, Partial
 
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvrecall.core.host_rows import load_rows
-from kvrecall.core.softcap import capped
+from kvrecall.core.triton import capped, load_rows
 
 
 @triton.jit

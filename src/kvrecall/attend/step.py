@@ -18,8 +18,8 @@ from torch import Tensor
 
 from kvrecall.attend.kernels import readers_first, step_part
 from kvrecall.core.launch import cdiv, next_power_of_2, overlapping
-from kvrecall.core.pdl import begin, end
 from kvrecall.core.structs import AttentionParams, HostTable
+from kvrecall.core.triton import begin, end
 from kvrecall.merge.cuda import merge_step
 
 _CHOSEN_ROWS, _CHOSEN_PARTS = 16, 48

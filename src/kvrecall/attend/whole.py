@@ -16,9 +16,8 @@ from torch import Tensor
 
 from kvrecall.attend.kernels import store_new
 from kvrecall.core.launch import cdiv, next_power_of_2, overlapping
-from kvrecall.core.pdl import begin, end
-from kvrecall.core.softcap import capped
 from kvrecall.core.structs import AttentionParams
+from kvrecall.core.triton import begin, capped, end
 from kvrecall.merge.cuda import merge_step
 
 _MOST_PARTS = 64

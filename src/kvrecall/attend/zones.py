@@ -17,9 +17,8 @@ from torch import Tensor
 
 from kvrecall.attend.kernels import flag_odd
 from kvrecall.core.launch import cdiv, next_power_of_2, overlapping
-from kvrecall.core.pdl import begin, end
-from kvrecall.core.softcap import capped
 from kvrecall.core.structs import AttentionParams, HostTable, Partial
+from kvrecall.core.triton import begin, capped, end
 from kvrecall.merge.cuda import merge_splits, merge_step
 
 _MOST_PARTS, _MOST_STEP_PARTS = 256, 47

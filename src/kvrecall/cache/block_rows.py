@@ -15,7 +15,7 @@ from kvrecall.cache.device_memory import DeviceRegion, free_device_bytes, region
 from kvrecall.cache.host_memory import Region, available_host_bytes, total_host_bytes
 from kvrecall.cache.transfer import Pending, send
 from kvrecall.core.errors import DeviceError, HostMemoryError
-from kvrecall.core.fp8_rows import SmallRows, StoredRows, block_nbytes, block_of, numbers_of, quantised, scales_of, wide
+from kvrecall.core.fp8 import SmallRows, StoredRows, block_nbytes, block_of, numbers_of, quantised, scales_of, wide
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import lasting_tensors
 
@@ -54,7 +54,7 @@ class BlockRows:
     ) -> None:  # fmt: skip
         """device: the layer's device, which reads the rows. on_device: rows lie there, if it has memory. mapped: most blocks
         that may be mapped from a file; address space is reserved for them in addition. small: rows are in eight bits while they
-        lie in host memory (`core.fp8_rows`)."""
+        lie in host memory (`core.fp8`)."""
         self._shape, self._dtype, self._mapped, self._small = (heads, block_size, 2, dim), dtype, mapped, small
         self.block_size, self.device = block_size, device
         near = self._reserved_near() if on_device else None
@@ -71,7 +71,7 @@ class BlockRows:
     @property
     def rows(self) -> Tensor:
         """`[most blocks, H_kv, block_size, K|V, D]`; in eight bits e4m3, with the scales behind each block
-        (`core.fp8_rows.scales_of`)."""
+        (`core.fp8.scales_of`)."""
         place = self._place
         return place.region.tensor if place.small is None else place.small[0]
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kvrecall.cache.host_memory import Region, available_host_bytes, total_host_bytes
-from kvrecall.core.cuda_driver import check, cuda_driver
+from kvrecall.core.cuda import check, cuda_driver
 from kvrecall.core.errors import DeviceError
 from kvrecall.core.structs import lasting_tensors
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvrecall.core.host_rows import load_keys
+from kvrecall.core.triton import load_keys
 
 
 @triton.jit(do_not_specialize=["start", "tokens"])

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvrecall.core.page_locked import refused, staging, tell_refusal
+from kvrecall.core.cuda import refused, staging, tell_refusal
 from kvrecall.core.structs import lasting_tensors
 
 _PORTABLE_AND_MAPPED = 1 | 2

@@ -24,7 +24,7 @@ from kvrecall.cache.prefetch import Taken, prefetch_pieces
 from kvrecall.cache.transfer import bring
 from kvrecall.cache.zone_rows import ZoneRows
 from kvrecall.cache.zones import ZoneLengths, ZoneSizes
-from kvrecall.core.fp8_rows import StoredRows, as_stored, wide
+from kvrecall.core.fp8 import StoredRows, as_stored, wide
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import HostTable, Rows
 

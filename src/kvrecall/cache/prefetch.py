@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kvrecall.cache.host_keys import copy_keys
-from kvrecall.core.copy_2d import copy_2d
-from kvrecall.core.fp8_rows import SmallRows, StoredRows, part_of, wide
+from kvrecall.core.cuda import copy_2d
+from kvrecall.core.fp8 import SmallRows, StoredRows, part_of, wide
 from kvrecall.core.launch import kernels_available
 from kvrecall.core.structs import HostTable
 
@@ -71,7 +71,7 @@ def _fill(rows: StoredRows, keys: Tensor) -> None:
 def copy_heads(rows: StoredRows, target: StoredRows) -> None:
     """Starts copying rows `[H_kv, n, 2, D]` between a GPU and the host, on the GPU's current stream. The rows of a head are
     contiguous, those of all heads are not. From or to page-locked memory the driver copies all heads in one call
-    (`core.copy_2d`), otherwise torch copies head by head.
+    (`core.cuda.copy_2d`), otherwise torch copies head by head.
 
     The caller must keep rows and target until the copy is done. Memory of a `Region` may be dropped, because it waits for the
     GPU before it is released. Memory of torch's allocator (`staging`, `pin_memory`) may not: it would be given out again.

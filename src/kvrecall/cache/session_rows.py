@@ -1,4 +1,4 @@
-"""The forms of a saved block: plain, or, for rows, in eight bits (`core.fp8_rows`).
+"""The forms of a saved block: plain, or, for rows, in eight bits (`core.fp8`).
 
 Rows that are in eight bits in memory are saved as they are.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvrecall.cache.block_rows import BlockRows
 from kvrecall.cache.session_files import BlockMemory
-from kvrecall.core import fp8_rows
+from kvrecall.core import fp8
 
 
 def form_of(memory: BlockMemory, wanted: str) -> str:
@@ -27,7 +27,7 @@ def block_nbytes(memory: BlockMemory, form: str) -> int:
     """Bytes of each block of a memory as it is written. form: "plain" or "fp8"."""
     if isinstance(memory, BlockRows):
         shape, dtype = memory.shape, memory.dtype
-        return fp8_rows.block_nbytes(shape) if form == "fp8" else torch.Size(shape).numel() * dtype.itemsize
+        return fp8.block_nbytes(shape) if form == "fp8" else torch.Size(shape).numel() * dtype.itemsize
     return memory.tensor[0].numel() * memory.tensor.element_size()
 
 
@@ -35,7 +35,7 @@ def block_bytes(memory: BlockMemory, block: int, place: int, tokens: int, form: 
     """A block as it is written, a tensor of `block_nbytes` on the CPU. place, tokens: as `BlockMemory.cleared`."""
     held = memory.cleared(block, place, tokens)
     already = isinstance(memory, BlockRows) and memory.small
-    return fp8_rows.block_of(fp8_rows.quantised(held)) if form == "fp8" and not already else held
+    return fp8.block_of(fp8.quantised(held)) if form == "fp8" and not already else held
 
 
 def reader_of(memory: BlockMemory, form: str) -> Callable[[Tensor], Tensor] | None:
@@ -47,8 +47,8 @@ def reader_of(memory: BlockMemory, form: str) -> Callable[[Tensor], Tensor] | No
 
 
 def _widened(held: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return fp8_rows.rows_of(held, shape, dtype).wide()
+    return fp8.rows_of(held, shape, dtype).wide()
 
 
 def _narrowed(held: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return fp8_rows.block_of(fp8_rows.quantised(held.view(dtype).view(shape)))
+    return fp8.block_of(fp8.quantised(held.view(dtype).view(shape)))

@@ -19,8 +19,7 @@ import triton.language as tl
 
 from kvrecall.cache.slot_zones import IDLE as IDLE_STEP
 from kvrecall.cache.slot_zones import ZONE_NUMBERS
-from kvrecall.core.host_rows import store_row
-from kvrecall.core.pdl import begin, end
+from kvrecall.core.triton import begin, end, store_row
 
 ZONE_FIELDS = tl.constexpr(ZONE_NUMBERS)
 IDLE = tl.constexpr(IDLE_STEP)

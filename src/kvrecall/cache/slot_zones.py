@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.cache.zones import ZoneLengths, ZoneSizes
-from kvrecall.core.host_copies import to_device
+from kvrecall.core.cuda import to_device
 
 ZONE_NUMBERS = 7
 """int32 numbers of a row of `DeviceZones`; see `cache.slot_kernels`."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.cache.prefetch import copy_heads
-from kvrecall.core.fp8_rows import SmallRows, StoredRows
+from kvrecall.core.fp8 import SmallRows, StoredRows
 
 
 class Pending:

@@ -10,9 +10,9 @@ from torch import Tensor
 from kvrecall.cache.block_rows import BlockRows
 from kvrecall.cache.blocks import BlockTable
 from kvrecall.cache.prefetch import read_keys
-from kvrecall.core.fp8_rows import SmallRows, StoredRows, host_row_bytes, part_of, scales_of, wide
+from kvrecall.core.cuda import staging
+from kvrecall.core.fp8 import SmallRows, StoredRows, host_row_bytes, part_of, scales_of, wide
 from kvrecall.core.launch import cdiv
-from kvrecall.core.page_locked import staging
 from kvrecall.core.structs import HostTable
 
 

@@ -127,7 +127,7 @@ def _numba_loops() -> str | None:
     from numba import get_num_threads
     from numba.np.ufunc import threading_layer
 
-    from kvrecall.core.numeric import several_threads_may_loop
+    from kvrecall.core.numba import several_threads_may_loop
 
     several = "loops of several requests side by side" if several_threads_may_loop() else "loops of one request at a time"
     return f"{get_num_threads()} threads by {threading_layer()}, {several}"

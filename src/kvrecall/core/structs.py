@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kvrecall.core.host_copies import to_device
+from kvrecall.core.cuda import to_device
 
 
 def lasting_tensors() -> AbstractContextManager[object]:
@@ -148,7 +148,7 @@ class HostTable:
     """Addresses of the retrieval-zone rows of some sequences in one layer.
 
     rows: `[blocks, H_kv, block_size, 2, D]`, contiguous: all blocks of the layer, in host memory (page-locked for a GPU) or on
-    the device. In eight bits, e4m3 with the scales behind each block (`core.fp8_rows.scales_of`).
+    the device. In eight bits, e4m3 with the scales behind each block (`core.fp8.scales_of`).
     blocks: int32 `[B, W]` on the reading device: entry j is the block of a sequence's tokens from j * block_size on. Entries
     after a sequence's last block are 0 and never used.
     read_as: the dtype in which rows in eight bits are read; None: their own.
@@ -175,7 +175,7 @@ class HostTable:
 
     @property
     def pool(self) -> Tensor:
-        """The rows as kernels get them: those in eight bits as uint8 (`core.host_rows`)."""
+        """The rows as kernels get them: those in eight bits as uint8 (`core.triton`)."""
         return self.rows.view(torch.uint8) if self.small else self.rows
 
 

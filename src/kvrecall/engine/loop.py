@@ -23,8 +23,8 @@ from kvrecall.backends.transformers import attach
 from kvrecall.backends.transformers.capture.ranks import ranks_of
 from kvrecall.backends.transformers.families import changing_rotary
 from kvrecall.backends.transformers.owner import step
+from kvrecall.core.cuda import HostCopy
 from kvrecall.core.errors import CaptureError, ParameterError, RequestCancelledError
-from kvrecall.core.host_copies import HostCopy
 from kvrecall.engine.job import Job
 from kvrecall.engine.room import fits, refuse_too_large
 from kvrecall.engine.steps import Stepper

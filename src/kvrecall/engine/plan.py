@@ -15,7 +15,7 @@ from kvrecall.cache.blocks import block_size_on
 from kvrecall.cache.device_memory import SPARE_BYTES
 from kvrecall.cache.host_memory import available_host_bytes
 from kvrecall.core.errors import ParameterError
-from kvrecall.core.fp8_rows import check_host_rows, host_row_bytes
+from kvrecall.core.fp8 import check_host_rows, host_row_bytes
 from kvrecall.core.launch import cdiv
 from kvrecall.index.base import LayerShape
 from kvrecall.methods.base import Method

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvrecall.core.host_rows import load_row, row_offset
 from kvrecall.core.structs import HostTable
+from kvrecall.core.triton import load_row, row_offset
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from kvrecall.cache.slot_zones import ZonePlan
 from kvrecall.cache.zones import ZoneSizes
 from kvrecall.core.archive import Archive
 from kvrecall.core.errors import ParameterError, SessionError
-from kvrecall.core.fp8_rows import host_row_bytes
+from kvrecall.core.fp8 import host_row_bytes
 from kvrecall.core.pieces import Work
 from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.statistics import LayerStatistics
@@ -43,7 +43,7 @@ class LayerShape:
     zone_start: int = 0
     """Position of the retrieval zone's first token."""
     small_rows: bool = False
-    """Whether rows in host memory are in eight bits (`core.fp8_rows`)."""
+    """Whether rows in host memory are in eight bits (`core.fp8`)."""
 
     @property
     def host_row_bytes(self) -> int:

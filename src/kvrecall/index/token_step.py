@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvrecall.cache.slot_zones import DeviceZones, SlotZones
 from kvrecall.cache.zones import ZoneLengths
-from kvrecall.core.fp8_rows import as_stored
+from kvrecall.core.fp8 import as_stored
 from kvrecall.core.launch import next_power_of_2
 from kvrecall.index.base import Index
 from kvrecall.index.step import IndexStep, SlotSpec, SlotStep

@@ -14,7 +14,7 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from kvrecall.core.numeric import as_bits, load_float, parallel_njit
+from kvrecall.core.numba import as_bits, load_float, parallel_njit
 
 if TYPE_CHECKING:
     from kvrecall.index.units import Units

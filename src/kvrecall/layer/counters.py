@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from kvrecall.core.fp8_rows import StoredRows
+from kvrecall.core.fp8 import StoredRows
 from kvrecall.core.structs import StepStats
 
 _MOST_SPANS = 1024

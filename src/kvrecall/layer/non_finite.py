@@ -8,8 +8,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from kvrecall.core.cuda import HostCopy
 from kvrecall.core.errors import NonFiniteError
-from kvrecall.core.host_copies import HostCopy
 from kvrecall.core.structs import lasting_tensors
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvrecall.attend import attend_block, attend_causal, attend_rows, attend_selected, attend_zones
 from kvrecall.cache.transfer import bring
-from kvrecall.core.host_copies import HostCopy, to_device
+from kvrecall.core.cuda import HostCopy, to_device
 from kvrecall.core.structs import AttentionParams, HostRows, Partial, Rows
 from kvrecall.layer.state import LayerState, of_sequences
 from kvrecall.merge import merge, merge_in_turn, sink_logits

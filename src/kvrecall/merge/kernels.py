@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvrecall.core.pdl import begin, end
+from kvrecall.core.triton import begin, end
 
 
 @triton.jit

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from kvrecall.core.numeric import sort_key
+from kvrecall.core.numba import sort_key
 
 _RANGES = 2048
 """Ranges of scores that are counted at once."""

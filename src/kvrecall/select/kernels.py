@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from kvrecall.core.launch import INTERPRETED, cdiv
-from kvrecall.core.pdl import begin, end
+from kvrecall.core.triton import begin, end
 
 LOWEST = tl.constexpr(-0x80000000)
 NATIVE = tl.constexpr(not INTERPRETED)

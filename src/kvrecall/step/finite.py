@@ -10,7 +10,7 @@ import logging
 import torch
 from torch import Tensor
 
-from kvrecall.core.host_copies import HostCopy
+from kvrecall.core.cuda import HostCopy
 
 _log = logging.getLogger("vllm.kvrecall")
 

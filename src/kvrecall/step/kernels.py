@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 
 from kvrecall.attend.kernels import attend_block, flag_odd, readers_first, selected_rows, store_new
-from kvrecall.core.host_rows import row_offset
-from kvrecall.core.pdl import begin, end
+from kvrecall.core.triton import begin, end, row_offset
 from kvrecall.index.sphere.kernels.blocks import numbers_of
 from kvrecall.index.sphere.kernels.encode import encode_one, measure_one
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvrecall.core.pdl import begin, end
+from kvrecall.core.triton import begin, end
 
 UNKNOWN, MISSING = tl.constexpr(1), tl.constexpr(2)
 """Bits of a sequence's `fresh` flag: no query to compare with, so the trigger fires; nothing is held, so a search is due."""

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvrecall.core.fp8_rows import quantised
+from kvrecall.core.fp8 import quantised
 from kvrecall.core.structs import Budget
 from kvrecall.index.query_centroids import CentroidConfig, CentroidIndex, cpu, reference
 from kvrecall.index.query_centroids.lists import Recalled, directions

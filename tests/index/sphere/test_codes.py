@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrecall.core.fp8_rows import as_stored
+from kvrecall.core.fp8 import as_stored
 from kvrecall.index.base import LayerShape
 from kvrecall.index.sphere import SphereConfig, SphereIndex, codes, cpu_encode
 from kvrecall.index.sphere.codes import Codes, decode

@@ -34,7 +34,7 @@ from kvrecall.core.errors import (
     NotAttachedError,
     ParameterError,
 )
-from kvrecall.core.fp8_rows import SCALE_BYTES
+from kvrecall.core.fp8 import SCALE_BYTES
 from kvrecall.core.structs import lasting_tensors
 from kvrecall.layer.stats import CacheStats
 from kvrecall.methods.base import Method

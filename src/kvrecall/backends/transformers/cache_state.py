@@ -26,7 +26,7 @@ from kvrecall.backends.transformers.token_log import TokenLog
 from kvrecall.cache.blocks import BlockPool, BlockTable, block_size_on
 from kvrecall.core.counts import integer
 from kvrecall.core.errors import CacheInUseError, CacheWriterError, InterruptedPassError, ParameterError
-from kvrecall.core.fp8_rows import check_host_rows
+from kvrecall.core.fp8 import check_host_rows
 from kvrecall.core.process import check_process
 from kvrecall.methods.base import Method
 

@@ -9,8 +9,7 @@ import triton
 import triton.language as tl
 
 from kvrecall.core.launch import next_power_of_2
-from kvrecall.core.pdl import begin, end
-from kvrecall.core.softcap import capped
+from kvrecall.core.triton import begin, capped, end
 
 _MOST_PAGES, _FEWEST_PAGES, _TILE_BYTES = 64, 16, 16_384
 

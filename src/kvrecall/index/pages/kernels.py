@@ -6,8 +6,7 @@ import triton
 import triton.language as tl
 
 from kvrecall.cache.slot_kernels import IDLE, ZONE_FIELDS, keep_token, leaving, move_on
-from kvrecall.core.host_rows import as_stored
-from kvrecall.core.pdl import begin, end
+from kvrecall.core.triton import as_stored, begin, end
 from kvrecall.index.unit_kernels.grow import add_members, table_of
 
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from kvrecall.core.archive import Archive
+from kvrecall.core.cuda import HostCopy
 from kvrecall.core.errors import ParameterError, UnknownNameError
-from kvrecall.core.host_copies import HostCopy
 from kvrecall.core.launch import kernels_available
 from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.base import Index, IndexConfig, LayerShape, RowSource, stack_selections

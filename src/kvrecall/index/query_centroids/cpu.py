@@ -17,9 +17,19 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from kvrecall.core.few_threads import few_threads
-from kvrecall.core.numeric import PARALLEL, exp_below, row_bits, trailing_zeros
-from kvrecall.core.row_words import as_words, first_pieces, in_word_order, numbers_per_word, places_of, score_keys
+from kvrecall.core.numba import (
+    PARALLEL,
+    as_words,
+    exp_below,
+    few_threads,
+    first_pieces,
+    in_word_order,
+    numbers_per_word,
+    places_of,
+    row_bits,
+    score_keys,
+    trailing_zeros,
+)
 from kvrecall.core.structs import HostTable
 from kvrecall.select.cpu import top_k_of
 

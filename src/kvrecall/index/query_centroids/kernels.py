@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvrecall.core.host_rows import load_keys
 from kvrecall.core.launch import cdiv, next_power_of_2
 from kvrecall.core.structs import HostTable
+from kvrecall.core.triton import load_keys
 from kvrecall.index.query_centroids.lists import LEAST_NORM as _LEAST
 from kvrecall.index.query_centroids.lists import CentroidLists, Recalled
 

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from kvrecall.core.host_copies import to_device
+from kvrecall.core.cuda import to_device
 from kvrecall.core.launch import kernels_available
 from kvrecall.core.structs import Budget
 from kvrecall.index.base import RowSource

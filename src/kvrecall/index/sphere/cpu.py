@@ -16,7 +16,7 @@ from numba import prange
 from torch import Tensor
 
 from kvrecall.core.launch import cdiv
-from kvrecall.core.numeric import FLOAT32, SMALL, as_bits, parallel_njit
+from kvrecall.core.numba import FLOAT32, SMALL, as_bits, parallel_njit
 from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.sphere.codes import magnitude_levels
 from kvrecall.index.sphere.cpu_stages import (

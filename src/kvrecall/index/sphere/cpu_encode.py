@@ -12,7 +12,7 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from kvrecall.core.numeric import parallel_njit
+from kvrecall.core.numba import parallel_njit
 from kvrecall.core.small_floats import pack
 from kvrecall.index.sphere.codes import BLOCK, MAGNITUDE_BYTES, SIGN_SLACK, Codes, scaled, stored_weights
 from kvrecall.index.sphere.levels import lloyd_max

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from kvrecall.core.numeric import FLOAT32, SMALL, load_float, prefetch
+from kvrecall.core.numba import FLOAT32, SMALL, load_float, prefetch
 from kvrecall.core.small_floats import UNIT
 
 _AHEAD = 16

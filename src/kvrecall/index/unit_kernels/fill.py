@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvrecall.core.pdl import begin, end
+from kvrecall.core.triton import begin, end
 from kvrecall.index.unit_kernels.score import scores_of, unit_sizes
 from kvrecall.select.kernels import LOWEST, ordered, shares
 

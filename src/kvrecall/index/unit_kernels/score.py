@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvrecall.core.pdl import begin, end
+from kvrecall.core.triton import begin, end
 from kvrecall.index.unit_kernels import SCORE_STEP
 
 _STEP = tl.constexpr(SCORE_STEP)

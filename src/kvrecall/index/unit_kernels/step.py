@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvrecall.cache.slot_zones import SlotZones
 from kvrecall.cache.zones import ZoneLengths
-from kvrecall.core.host_copies import to_device
+from kvrecall.core.cuda import to_device
 from kvrecall.core.structs import lasting_tensors
 from kvrecall.index.base import Index
 from kvrecall.index.step import IndexStep, SlotSpec

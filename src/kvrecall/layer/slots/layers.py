@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from kvrecall.cache.slot_zones import ZonePlan
+from kvrecall.core.cuda import staging
 from kvrecall.core.launch import cdiv
-from kvrecall.core.page_locked import staging
 from kvrecall.index.table import WIDE
 from kvrecall.layer.slots.base import Group, SlotLayer, kind_of, require_pinned
 from kvrecall.layer.slots.dense import DenseSlots

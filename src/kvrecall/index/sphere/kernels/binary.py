@@ -17,9 +17,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvrecall.core.lanes import (
+from kvrecall.core.triton import (
+    begin,
     bits_of_warp,
     count_of_warp,
+    end,
     equal,
     equal_64,
     exchanged,
@@ -30,7 +32,6 @@ from kvrecall.core.lanes import (
     product,
     sum_of_warp,
 )
-from kvrecall.core.pdl import begin, end
 from kvrecall.index.sphere.kernels.blocks import begin_of, blocks_of, look_up, numbers_of, rows_of
 from kvrecall.index.sphere.kernels.scan import UNROLLED_SUMS, row_of_scores, tally
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvrecall.core.pdl import begin, end
+from kvrecall.core.triton import begin, end
 from kvrecall.index.sphere.kernels.blocks import begin_of, blocks_of, look_up, numbers_of, rows_of
 from kvrecall.index.sphere.kernels.scan import UNROLLED_SUMS, row_of_scores, tally, write_scores
 

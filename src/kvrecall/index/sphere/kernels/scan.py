@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvrecall.core.pdl import begin, end
+from kvrecall.core.triton import begin, end
 from kvrecall.index.sphere.kernels.blocks import begin_of, blocks_of, look_up, numbers_of, one_block, rows_of
 
 UNROLLED_SUMS = tl.constexpr(1024)

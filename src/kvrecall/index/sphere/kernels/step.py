@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 
 from kvrecall.attend.kernels import readers_first, step_part
-from kvrecall.core.host_rows import as_stored, store_row
-from kvrecall.core.pdl import begin, end
+from kvrecall.core.triton import as_stored, begin, end, store_row
 from kvrecall.index.sphere.kernels.blocks import numbers_of
 from kvrecall.index.sphere.kernels.encode import encode_one, measure_one
 

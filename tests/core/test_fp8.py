@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvrecall.core import fp8_rows
-from kvrecall.core.fp8_rows import as_stored, block_of, quantised, rows_of
-from kvrecall.core.numeric import row_bits, row_place
+from kvrecall.core import fp8
+from kvrecall.core.fp8 import as_stored, block_of, quantised, rows_of
+from kvrecall.core.numba import row_bits, row_place
 from kvrecall.core.structs import HostTable
 from tests.blocks import host_table, in_eight_bits
 from tests.strategies import DTYPES, gaussian
@@ -65,8 +65,8 @@ def test_where_numbers_and_scales_lie(dim: int) -> None:
     small = in_eight_bits(plain)
     bits, kind, scales = row_bits(small)
     blocks, expected = small.blocks[0].numpy(), quantised(plain.rows)
-    views = fp8_rows.scales_of(small.rows)
-    assert small.rows.data_ptr() % 16 == 0 and small.rows.stride(0) == fp8_rows.block_nbytes((3, 16, 2, dim))
+    views = fp8.scales_of(small.rows)
+    assert small.rows.data_ptr() % 16 == 0 and small.rows.stride(0) == fp8.block_nbytes((3, 16, 2, dim))
     for h in range(3):
         for token in (0, 15, 16, 39):
             block = int(blocks[token // 16])

@@ -1,18 +1,68 @@
-"""Copies runs of bytes at equal distances between a GPU and page-locked host memory, all by one call of CUDA's driver.
+"""Copies between a GPU and the host: page-locked memory for small ones, CUDA's driver for many runs at a time.
 
-torch would start one copy per run, each of which takes time of the host.
+torch would start one copy per run of bytes, each of which takes time of the host. `copy_2d` copies runs at equal distances by
+one call of the driver, which is loaded by ctypes.
 """
 
 from __future__ import annotations
 
 import ctypes
+import sys
+import warnings
 from functools import cache
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvrecall.core.cuda_driver import check, cuda_driver
+_warned = False
+
+
+def staging(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Uninitialised CPU tensor for one asynchronous copy to or from a GPU; pageable if pinning is refused.
+
+    From torch's allocator, which reuses the memory when the copy is done.
+    """
+    try:
+        return torch.empty(shape, dtype=dtype, pin_memory=True, device="cpu")
+    except RuntimeError as error:
+        tell_refusal(prod(shape) * dtype.itemsize, str(error).splitlines()[0])
+        return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+def refused() -> bool:
+    """Whether the system has refused page-locked memory in this process."""
+    return _warned
+
+
+def tell_refusal(count: int, reason: str) -> None:
+    """Warns once per process, because every layer's pool would give the same warning."""
+    global _warned
+    if _warned:
+        return
+    _warned = True
+    warnings.warn(
+        f"host memory: expected to pin {count:,} bytes, got a refusal ({reason}). Using pageable memory, which is slower; "
+        "raise the locked-memory limit (`ulimit -l`) for direct reads by the GPU.",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+
+
+@cache
+def cuda_driver() -> Any:
+    """The driver's library. Raises OSError if there is none."""
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+
+
+def check(status: int) -> None:
+    """Raises RuntimeError, with the driver's text, for a CUresult that is an error."""
+    if status:
+        text = ctypes.c_char_p()
+        cuda_driver().cuGetErrorString(status, ctypes.byref(text))
+        raise RuntimeError(f"CUDA error {status}: {(text.value or b'unknown').decode()}")
+
 
 _HOST, _DEVICE = 1, 2
 """Values of CUmemorytype."""
@@ -132,3 +182,59 @@ def _enter(index: int) -> None:
     context = ctypes.c_void_p()
     check(cuda_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), index))
     check(cuda_driver().cuCtxSetCurrent(context))
+
+
+_ALIGNED = 16
+"""Bytes between the beginnings of tensors that are copied as one; every dtype fits."""
+
+
+class HostCopy:
+    """Copies of tensors that may lie on a GPU, as they are when its work so far is done. What it does later changes nothing."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        """Starts the copies, behind the work of the tensors' current stream."""
+        self._near, self._done = list[Tensor](), None
+        for tensor in tensors:
+            near = tensor
+            if tensor.is_cuda:
+                near = staging(tuple(tensor.shape), tensor.dtype).copy_(tensor, non_blocking=True)
+            self._near.append(near)
+        if device := next((tensor.device for tensor in tensors if tensor.is_cuda), None):
+            self._done = torch.cuda.Event()
+            self._done.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> list[Tensor]:
+        """The tensors on the CPU, in order; those that lay there are not copied."""
+        if self._done is not None:
+            self._done.synchronize()
+        return self._near
+
+    def ready(self) -> list[Tensor] | None:
+        """As `wait`, but None if a copy is not done. The host never waits."""
+        return self._near if self._done is None or self._done.query() else None
+
+
+def to_device(device: torch.device, *tensors: Tensor) -> list[Tensor]:
+    """CPU tensors on a device. To a GPU they go by one copy, which the host does not wait for."""
+    if device.type != "cuda":
+        return [tensor.to(device) for tensor in tensors]
+    return unpacked(packed(*tensors).to(device, non_blocking=True), *tensors)
+
+
+def packed(*tensors: Tensor) -> Tensor:
+    """CPU tensors one behind the other in page-locked memory, uint8 `[n]`."""
+    sizes = [-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in tensors]
+    memory = staging((sum(sizes),), torch.uint8)
+    for part, tensor in zip(unpacked(memory, *tensors), tensors, strict=True):
+        part.copy_(tensor)
+    return memory
+
+
+def unpacked(memory: Tensor, *like: Tensor) -> list[Tensor]:
+    """Views of what `packed` returns, which may have moved to a device; like: tensors of the shapes and dtypes."""
+    parts, start = list[Tensor](), 0
+    for tensor in like:
+        part = memory[start : start + tensor.nbytes]
+        parts.append(part.view(tensor.dtype).view(tensor.shape))
+        start += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
+    return parts
