@@ -6,7 +6,7 @@ import os
 import resource
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tqdm import tqdm
@@ -36,6 +36,13 @@ class Child:
         return told
 
 
+def _bars(bars: type[tqdm]) -> Iterator[type[tqdm]]:
+    """A class of progress bars and those derived from it; the first that is used may have made a lock of its own."""
+    yield bars
+    for derived in bars.__subclasses__():
+        yield from _bars(derived)
+
+
 def start(run: Callable[[], object], *, without_rights: bool = False, file_bytes: int | None = None) -> Child:
     """Runs in a forked process. without_rights: as nobody where the test runs as root; file_bytes: no file may get larger."""
     reading, writing = os.pipe()
@@ -44,7 +51,9 @@ def start(run: Callable[[], object], *, without_rights: bool = False, file_bytes
         return Child(pid, reading)
     try:
         os.close(reading)
-        tqdm.set_lock(threading.RLock())  # the parent's is shared by both: killed with it, the child would leave it locked
+        # The parent's locks are shared by both: killed with one, the child would leave it locked.
+        for bars in _bars(tqdm):
+            bars.set_lock(threading.RLock())
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         if without_rights and os.getuid() == 0:
             os.setgroups([])
