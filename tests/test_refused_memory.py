@@ -131,7 +131,8 @@ def test_host_rows_of_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Region, "give", refusing)
     # Each course asks for all of its memory: none is left of the one before.
-    monkeypatch.setattr("kvrecall.backends.transformers.cache_state.pool_of", lambda _, device: BlockPool(block_size_on(device)))
+    pool = "kvrecall.backends.transformers.cache_state.pool_of"
+    monkeypatch.setattr(pool, lambda _, device: BlockPool(block_size_on(device)))
     small_blocks(monkeypatch)
     with torch.no_grad(), kvrecall.attach(model):
         plain = Course(model)
