@@ -35,7 +35,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     llm: Any = LLM(model=job["model"], **settings)
     start = {"log": log, **inspected(llm)} if job.get("inspected") else {}
     if "requests" in job:
-        return soak(llm, job["requests"])
+        return soak(llm, job["requests"], job.get("logprobs"))
     asked = SamplingParams(
         max_tokens=job["tokens"], ignore_eos=True, detokenize=False, **job.get("sampling", {"temperature": 0})
     )
@@ -46,6 +46,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             [
                 {
                     "tokens": [list(x.token_ids) for x in each.outputs],
+                    "logprobs": [likely(x) for x in each.outputs],
                     "cached": each.num_cached_tokens,
                     "reasons": [x.finish_reason for x in each.outputs],
                 }
@@ -62,6 +63,11 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         "start": start, "usage": counts.get("vllm:kv_cache_usage_perc", 0), "blocks": config.cache_config.num_gpu_blocks,
         "searches": llm.collective_rpc("retrieval_counts")[0]["searches"] if ours else 0,
     }  # fmt: skip
+
+
+def likely(output: Any) -> list[dict[int, float]]:
+    """Log-probabilities of the likeliest tokens at each place of an answer, if they were asked for."""
+    return [{token: told.logprob for token, told in place.items()} for place in output.logprobs or []]
 
 
 def inspected(llm: Any) -> dict[str, Any]:
@@ -97,7 +103,7 @@ def inspected(llm: Any) -> dict[str, Any]:
     }
 
 
-def soak(llm: Any, requests: int) -> dict[str, Any]:
+def soak(llm: Any, requests: int, logprobs: int | None) -> dict[str, Any]:
     """Answers of the requests that end by themselves, and what the engine has lost. All choices follow from a seed; what a
     request asks does not depend on the engine's course."""
     from vllm import SamplingParams
@@ -110,11 +116,14 @@ def soak(llm: Any, requests: int) -> dict[str, Any]:
     coming = list(range(requests))
     going: set[str] = set()
     ended: dict[str, list[int]] = {}
+    places: dict[str, list[dict[int, float]]] = {}
     files = 0
     while coming or going:
         while coming and (not going or draw.random() < 0.4):
             number = coming.pop(0)
-            sampling = SamplingParams(max_tokens=asked[number][2], temperature=0, ignore_eos=True, detokenize=False)
+            sampling = SamplingParams(
+                max_tokens=asked[number][2], temperature=0, ignore_eos=True, detokenize=False, logprobs=logprobs
+            )
             engine.add_request(str(number), {"prompt_token_ids": prompts[number]}, sampling)
             going.add(str(number))
         if going and draw.random() < 0.1:
@@ -124,6 +133,7 @@ def soak(llm: Any, requests: int) -> dict[str, Any]:
         for made in engine.step():
             if made.finished and made.request_id in going:
                 ended[made.request_id] = list(made.outputs[0].token_ids)
+                places[made.request_id] = likely(made.outputs[0])
                 going.discard(made.request_id)
         if not files and len(coming) <= requests // 2:
             files = len(os.listdir("/proc/self/fd"))
@@ -131,7 +141,7 @@ def soak(llm: Any, requests: int) -> dict[str, Any]:
         engine.step()
     counts = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
     return {
-        "ended": ended, "lost": before - free(), "files": len(os.listdir("/proc/self/fd")) - files,
+        "ended": ended, "likely": places, "lost": before - free(), "files": len(os.listdir("/proc/self/fd")) - files,
         "preemptions": counts.get("vllm:num_preemptions", 0),
     }  # fmt: skip
 
