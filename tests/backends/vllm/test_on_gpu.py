@@ -18,8 +18,9 @@ from tests.backends.vllm.test_served import METHODS, SHARED, answers, home, prom
 pytestmark = pytest.mark.gpu
 GPU = {"enforce_eager": False, "gpu_memory_utilization": 0.09, "kv_cache_memory_bytes": 1 << 30}
 LIKELY = {"temperature": 0, "logprobs": 5}
-CLOSE = 5e-3
-"""Most that two log-probabilities of a token differ, and margin under which two tokens count as equally likely."""
+CLOSE = 0.03
+"""Most that two log-probabilities of a token differ, and margin under which two tokens count as equally likely. The model's
+logits differ by some hundred, and on a CPU those of two engines by up to 0.005."""
 EXACT = {"environment": {"TRITON_F32_DEFAULT": "ieee"}}
 """vLLM's Triton kernels multiply fp32 in TF32 unless they are told otherwise."""
 
