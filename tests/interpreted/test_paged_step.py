@@ -182,3 +182,18 @@ def test_warming_up_changes_no_block_of_a_sequence_and_no_answer() -> None:
         if at == 133:
             warm_up()
         close(device.feed({0: cut(text, at, at + 1)})[0][0], dense(text, at))
+
+
+def test_what_passes_before_the_engine_was_ready_leave_is_forgotten() -> None:
+    """vLLM records graphs with keys that nobody computed: zeros, or anything. No sequence has their block."""
+    device, text = Device(GIVEN[1], top_k=24), tokens(300, 1)
+    q, k, v = cut(text, 0, 40)
+    for keys in (torch.zeros_like(k), torch.full_like(k, float("nan"))):
+        device.feed({0: (q, keys, v)})
+        device.leave(0)
+    assert device.layer._zero_norms.all() and device.layer.bad.any()
+    forget([device.layer], [device.plan])
+    assert not device.layer._zero_norms.any() and not device.layer.bad.any()
+    device.feed({1: cut(text, 0, 299)})
+    device.feed({1: cut(text, 299, 300)})
+    assert not device.layer._zero_norms.any() and not device.layer.bad.any()

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from kvrecall.core.structs import StepStats
 from kvrecall.step.device import DeviceLayer
 from kvrecall.step.paged import PagedLayer
 from kvrecall.step.plan import PassPlan
@@ -53,11 +52,9 @@ class Counts:
 
 
 def forget(layers: Iterable[DeviceLayer | PagedLayer], plans: Iterable[PassPlan]) -> None:
-    """Resets the counters, because an engine's passes before it is ready do not count."""
+    """Resets what passes before the engine was ready have left: counters, and what layers know of the keys that they saw. While
+    vLLM records graphs, layers get keys that nobody computed."""
     for plan in plans:
         plan.counts.zero_()
     for layer in layers:
-        if isinstance(layer, DeviceLayer):
-            layer.read.zero_()
-        else:
-            layer.stats, layer.searched_tokens = StepStats(), 0
+        layer.forget()

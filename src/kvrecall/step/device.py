@@ -193,6 +193,12 @@ class DeviceLayer:
         """Codes follow from the statistics of `shape` from now on; none are written yet. Addresses stay."""
         self._maps.load(Maps.of(shape, self._index))
 
+    def forget(self) -> None:
+        """Resets what it knows of the keys that it was given, and its counter. A key of zero norm makes each later search slower,
+        because the search looks at the norms of all keys then."""
+        for own in (self.read, self.bad, self._zero_norms):
+            own.zero_()
+
     def bind(self, pages: Tensor, host: HostBlocks) -> None:
         """Uses these pages, uint8 `[blocks, block_bytes]`, and rows."""
         layout, means = self._index.layout(self.shape, host.block_size), self.scratch.means
@@ -219,8 +225,7 @@ class DeviceLayer:
                 if self._means is not None:
                     self._estimate(q, self._means, asked.plan.pages[own], tables.blocks, of)
 
-            count = branches(len(pairs), self.scratch.longest) if _BRANCHED else 1
-            beside(divided(pairs, count), q, part)
+            beside(divided(pairs, branches(len(pairs), self.scratch.longest)), q, part)
             merge_step(
                 q.unsqueeze(2), self.scratch.out[: len(blocks)], self.scratch.lse[: len(blocks)], self._params.sink_logits,
                 into=out[own],

@@ -31,13 +31,10 @@ class FiniteWatch:
         self._flags.append((number, flags))
 
     def look(self) -> list[int]:
-        """Called before each pass. Returns the numbers of newly flagged layers and logs one error for each. Flags from before
-        the first pass are ignored, because they come from the engine's trial runs."""
+        """Called before each pass. Returns the numbers of newly flagged layers and logs one error for each."""
         if not self._flags:
             return []
         self._passes += 1
-        if self._passes == 1:
-            self._forget()
         if self._copy is None:
             if self._passes % PASSES == 0:
                 self._copy = HostCopy(torch.stack([flags.amax() for _, flags in self._flags]))
@@ -48,7 +45,8 @@ class FiniteWatch:
         found = sorted(number for (number, _), flag in zip(self._flags, worst[0].tolist(), strict=True) if flag)
         self._copy = None
         if found:
-            self._forget()
+            for _, flags in self._flags:
+                flags.zero_()
             _log.error(
                 "kvrecall: keys or values that are not finite were stored within the last %d passes, first in layer %d (of %d "
                 "layers). Answers of these requests, and of later ones that share their blocks, are wrong. Look at the weights "
@@ -56,7 +54,3 @@ class FiniteWatch:
                 "cache of prefixes, to be rid of the blocks.", 2 * PASSES, found[0], len(found),
             )  # fmt: skip
         return found
-
-    def _forget(self) -> None:
-        for _, flags in self._flags:
-            flags.zero_()

@@ -76,6 +76,10 @@ class PagedLayer:
         self.stats = StepStats()
         self.searched_tokens = 0
 
+    def forget(self) -> None:
+        """Resets the counters."""
+        self.stats, self.searched_tokens = StepStats(), 0
+
     def store(self, keys: Tensor, values: Tensor, slots: Tensor, batch: Batch, window: Window) -> None:
         """keys, values `[T, H_kv, D]` of a pass; slots: int64 `[T]`, < 0 for padding.
 

@@ -71,7 +71,7 @@ TWICE = {"rounds": [SHARED, SHARED], "tokens": 24, "sampling": LIKELY, **EXACT}
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", ["products", "balanced"])
 @pytest.mark.parametrize("runner", ["0", "1"], ids=["v1", "v2"])
 def test_a_budget_that_covers_everything_gives_vllm_s_own_tokens(name: str, runner: str, home: Path) -> None:  # noqa: F811
     """Prompts in chunks, mixed batches, shared prefixes that are read once, and prompts that are cached."""
@@ -97,11 +97,6 @@ def test_scarce_blocks_preempt_and_change_nothing(home: Path) -> None:  # noqa: 
 def test_layers_with_a_sliding_window_are_vllm_s_own(windowed: Path) -> None:  # noqa: F811
     made, expected = pair(windowed, TWICE, METHODS["balanced"], {})
     assert differing(made, expected) == [] and made["searches"] > 0
-
-
-def test_small_budgets_answer_a_cached_prompt_as_a_new_one(home: Path) -> None:  # noqa: F811
-    made = answers(home, TWICE, METHODS["balanced"] | {"top_k": 32}, **GPU)
-    assert differing({"rounds": made["rounds"][1:]}, {"rounds": made["rounds"][:1]}) == []
 
 
 def test_requests_that_come_end_and_are_aborted_lose_no_block(home: Path) -> None:  # noqa: F811

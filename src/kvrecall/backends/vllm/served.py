@@ -189,7 +189,7 @@ class Served:
                 passes += impl.warm_up(limits)
             if self.shapes[0].device.type == "cuda":
                 torch.cuda.synchronize(self.shapes[0].device)
-        self.forget_counts()
+        self.forget_trials()
         _log.info(
             "kvrecall: warmed up in %.1f s: host memory for %d blocks (%.1f s), %d passes that compile kernels (%.1f s)",
             perf_counter() - begun, max((host.given for host in self._hosts), default=0), locked - begun, passes,
@@ -206,8 +206,8 @@ class Served:
         return Counts.of(self.layers.values(), self._plans)
 
     @torch.inference_mode()
-    def forget_counts(self) -> None:
-        """Resets the counters. In inference mode, since vLLM may have made them there."""
+    def forget_trials(self) -> None:
+        """Called when the engine is ready (`counts.forget`). In inference mode, since vLLM may have made the tensors there."""
         forget(self.layers.values(), self._plans)
 
     def device_layer(self, number: int, shape: LayerShape, params: AttentionParams) -> DeviceLayer:

@@ -117,7 +117,7 @@ class Worker(StockWorker):
             made = super().compile_or_warm_up_model()
         finally:
             self._warms_up = False
-        served.forget_counts()
+        served.forget_trials()
         if self._teller is None:
             device = served.shapes[0].device
             self._teller = Teller(served.counts, parallel.data_parallel_index, self.rank, device)
