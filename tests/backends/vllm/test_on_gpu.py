@@ -115,15 +115,16 @@ def test_requests_that_come_end_and_are_aborted_lose_no_block(home: Path) -> Non
     assert parted == [] and made["lost"] == 0 and made["files"] <= 0
 
 
-@pytest.mark.parametrize("engine", [{}, {"async_scheduling": False}], ids=["asynchronous", "synchronous"])
-def test_requests_without_memory_end_with_an_error(engine: dict[str, Any], home: Path) -> None:  # noqa: F811
-    """30 of 120 blocks have memory. What ends with an error has right tokens before it, and the engine goes on."""
+@pytest.mark.parametrize(("asynchronous", "blocks"), [(True, 40), (False, 30)], ids=["asynchronous", "synchronous"])
+def test_requests_without_memory_end_with_an_error(asynchronous: bool, blocks: int, home: Path) -> None:  # noqa: F811
+    """Few of 120 blocks have memory: enough for a prompt of 900 tokens with the passes in flight, not for one of 1,900. The
+    engine goes on."""
     longest, alone = prompts([1900], shared=0, seed=7), [[prompt] for prompt in SHARED]
     job = {"rounds": [SHARED, *alone, longest, alone[0]], "tokens": 24, **EXACT}
-    job["environment"] = job["environment"] | {"KVRECALL_TEST_BLOCKS": "30"}
+    job["environment"] = job["environment"] | {"KVRECALL_TEST_BLOCKS": str(blocks)}
     made = answers(
         home, job, METHODS["balanced"] | {"host_memory": "2GiB"}, num_gpu_blocks_override=120,
-        worker_cls="tests.backends.vllm.refusing.Worker", **GPU | engine,
+        worker_cls="tests.backends.vllm.refusing.Worker", async_scheduling=asynchronous, **GPU,
     )  # fmt: skip
     ended = [[each["reasons"] for each in one] for one in made["rounds"]]
     assert ["error"] in ended[0] and all(reasons in (["error"], ["length"]) for reasons in ended[0])
