@@ -140,6 +140,18 @@ def test_an_expression_that_never_ends_is_no_answer(endless: str, monkeypatch: p
     assert not same_answer(endless, "1") and time.monotonic() - start < 30
 
 
+def test_one_process_answers_until_one_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = expressions._Judge()
+    monkeypatch.setattr(expressions, "_judge", judge)
+    assert same_answer("0.5", r"\frac12")
+    first = judge._process
+    assert same_answer("0.25", r"\frac14") and judge._process is first
+    monkeypatch.setattr(expressions, "SECONDS", 1)
+    assert not same_answer("9^{9^{9^9}}", "1") and first is not None and first.returncode is not None
+    monkeypatch.setattr(expressions, "SECONDS", 20)
+    assert same_answer("0.5", r"\frac12")
+
+
 def test_an_expression_that_ends_its_process_is_no_answer() -> None:
     assert not same_answer("(" * 140 + "1" + ")" * 140, "2") and same_answer("0.5", r"\frac12")
 
@@ -170,5 +182,6 @@ def test_a_math_verify_that_does_not_start_is_an_error_and_no_wrong_answer(
 ) -> None:
     (tmp_path / "math_verify.py").write_text("raise ImportError('another antlr')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(expressions, "_judge", expressions._Judge())  # no process that has started before
     with pytest.raises(MissingPackageError, match="math-verify: expected a release that can be imported, got an error"):
         same_answer("1/2", "0.5")

@@ -1,21 +1,26 @@
 """Mathematical answers by math-verify, in a process of its own.
 
-    python expressions.py    reads one JSON request from standard input, and prints its reply
+    python expressions.py    reads JSON requests from standard input, one per line, and prints a reply to each
 
 sympy computes whatever a model has written: `9^{9^{9^9}}` never ends, keeps Python's lock and sees no signal, so that the
-timeouts of math-verify do not help. A process that takes longer than SECONDS is ended, and there is no answer.
+timeouts of math-verify do not help. A process that takes longer than SECONDS is ended, and there is no answer. The next request
+starts another one.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
+from contextlib import suppress
+from select import select
+from threading import Lock
 from typing import Any
 
 SECONDS = 20
-"""Wall-clock time of one request. A usual one takes a second, for importing sympy."""
+"""Wall-clock time of one request. The first one takes a second, for importing sympy."""
 LONGEST = 300
 """Characters of an answer that is compared by its meaning: right ones are shorter, and what loops is longer."""
 _TAIL = 1000
@@ -47,20 +52,58 @@ def same_answer(given: str | None, expected: str) -> bool:
     return bool(_ask(given=given, expected=expected))
 
 
+class _Judge:
+    """The process, from the first request on."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = Lock()
+
+    def ask(self, request: dict[str, str]) -> Any:
+        """The reply; None if there is none. Raises MissingPackageError."""
+        from kvrecall.core.errors import MissingPackageError
+
+        with self._lock:
+            if self._process is None:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+                )
+            process = self._process
+            assert process.stdin is not None and process.stdout is not None
+            with suppress(OSError):  # it has ended, so there is nothing to read
+                process.stdin.write(f"{json.dumps(request)}\n".encode())
+                process.stdin.flush()
+            in_time = bool(select([process.stdout], [], [], SECONDS)[0])
+            line = process.stdout.readline() if in_time else b""
+            if line:
+                return json.loads(line)
+            self._process = None
+            if not in_time:
+                process.kill()
+            ended = process.wait()
+        if ended == _NO_MODULE:  # every answer would count as wrong
+            raise MissingPackageError("math-verify", "eval", expected="a release that can be imported", got="an error")
+        return None
+
+
+_judge = _Judge()
+
+
+def _after_fork() -> None:
+    """A fork of this process starts its own."""
+    global _judge
+    _judge = _Judge()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def _ask(**request: str) -> Any:
     """The reply; None if there is none. Raises MissingPackageError."""
-    from kvrecall.core.errors import MissingPackageError
     from kvrecall.core.extras import require_math_verify
 
     require_math_verify()
-    command = [sys.executable, "-P", __file__]
-    try:
-        run = subprocess.run(command, input=json.dumps(request), capture_output=True, encoding="ascii", timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        return None
-    if run.returncode == _NO_MODULE:  # every answer would count as wrong
-        raise MissingPackageError("math-verify", "eval", expected="a release that can be imported", got="an error")
-    return json.loads(run.stdout) if run.returncode == 0 else None
+    return _judge.ask(request)
 
 
 def _reply(request: dict[str, str]) -> Any:
@@ -80,4 +123,5 @@ def _reply(request: dict[str, str]) -> Any:
 
 
 if __name__ == "__main__":
-    print(json.dumps(_reply(json.load(sys.stdin))))
+    for line in sys.stdin:
+        print(json.dumps(_reply(json.loads(line))), flush=True)

@@ -194,8 +194,8 @@ class DeviceLayer:
         self._maps.load(Maps.of(shape, self._index))
 
     def forget(self) -> None:
-        """Resets what it knows of the keys that it was given, and its counter. A key of zero norm makes each later search slower,
-        because the search looks at the norms of all keys then."""
+        """Resets what it knows of the keys that it was given, and its counter. After a key of zero norm, every search looks at
+        the norms of all keys, which takes longer."""
         for own in (self.read, self.bad, self._zero_norms):
             own.zero_()
 
