@@ -58,3 +58,21 @@ def test_requests_of_a_warm_up_take_one_block_per_cache_group() -> None:
     use_few_blocks(told)
     assert told.scheduled_new_reqs[0].block_ids == ([0, 0], [1]) and cached.new_block_ids == [None, ([0], [1, 1])]
     assert highest_block(told) == 1
+
+
+def test_blocks_that_a_pass_hands_out_empty_to_other_backends() -> None:
+    """Neither those that were found in the cache of prefixes, nor those of our own groups (1)."""
+    pytest.importorskip("vllm")
+    from kvrecall.backends.vllm.worker import handed_out_empty
+
+    new = [
+        SimpleNamespace(block_ids=([3, 8, 9], [5], [21, 22]), num_computed_tokens=20),
+        SimpleNamespace(block_ids=([4], [6], [23]), num_computed_tokens=0),
+    ]
+    cached = SimpleNamespace(
+        req_ids=["a", "b", "c"], resumed_req_ids={"b"}, new_block_ids=[([10], [7], []), ([11, 12], [8], [24]), None],
+        num_computed_tokens=[48, 16, 99],
+    )  # fmt: skip
+    told = SimpleNamespace(scheduled_new_reqs=new, scheduled_cached_reqs=cached)
+    assert handed_out_empty(told, {0: 16, 2: 32}) == [9, 22, 4, 23, 10, 12]
+    assert handed_out_empty(told, {}) == []

@@ -250,6 +250,11 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         """Starts using the pages that vLLM has allocated."""
         self._bind(self._own.kv_cache, self._builder.kv_cache_spec.block_size)
 
+    def clear(self, blocks: list[int]) -> None:
+        """Zeroes pages."""
+        pages = pages_of(self._own.kv_cache)
+        pages[torch.tensor(blocks, device=pages.device)] = 0
+
     def warm_up(self, limits: Limits) -> int:
         """Runs the passes of `warmup.trials` over block 0. Returns their number."""
         shape, builder, page = self._shape, self._builder, self._near.kv_cache.shape[2]

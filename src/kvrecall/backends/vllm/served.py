@@ -72,6 +72,8 @@ class Served:
         """By name of the attention layer, for layers with pages."""
         self.groups: dict[str, int] = {}
         """vLLM's cache group of every layer."""
+        self.others: dict[int, int] = {}
+        """Tokens per block of the cache groups of other backends."""
         self._hosts: list[HostBlocks] = []
         self._given, self._blocks, self._warm = 1, 1, False
         self._promise: Promise | None = None
@@ -126,6 +128,13 @@ class Served:
             pages, own = blocks[self.groups[window.name]], blocks[self.groups[name]]
             refill(window.kv_cache, pages, host, own, start, computed)
 
+    def clear(self, blocks: list[int]) -> None:
+        """Zeroes the pages of these blocks. Groups share pages: bytes of summaries may be NaN to the layers of another backend,
+        whose kernels may multiply what lies behind a sequence's end by zero."""
+        if blocks:
+            for impl in self.impls:
+                impl.clear(blocks)
+
     def give(self, blocks: int) -> None:
         """Gives memory to the first `blocks` blocks of all layers. If the system refuses, `refused` tells how many have it,
         and the scheduler hears of it. Raises HostMemoryError or ParameterError at the start, and if it cannot hear."""
@@ -162,8 +171,9 @@ class Served:
     def begin(self, kv_cache_config: Any) -> None:
         """Called when vLLM has allocated its pages: stores the cache group of each layer. Host memory of one sequence of the
         longest length, of at most `memory.AT_START_BYTES`, will be page-locked with the first pass."""
-        groups = enumerate(kv_cache_config.kv_cache_groups)
+        groups, ours = list(enumerate(kv_cache_config.kv_cache_groups)), self.names
         self.groups = {name: i for i, group in groups for name in group.layer_names}
+        self.others = {i: group.kv_cache_spec.block_size for i, group in groups if ours.isdisjoint(group.layer_names)}
         self._hosts.clear()  # they were for a trial
         self._blocks = kv_cache_config.num_blocks
         if self.plan is not None:
@@ -209,6 +219,8 @@ class Served:
     def forget_trials(self) -> None:
         """Called when the engine is ready (`counts.forget`). In inference mode, since vLLM may have made the tensors there."""
         forget(self.layers.values(), self._plans)
+        if self.others:
+            self.clear([0])  # stands for what has left a sliding window
 
     def device_layer(self, number: int, shape: LayerShape, params: AttentionParams) -> DeviceLayer:
         """A layer on a GPU; layers of one shape share scratch."""

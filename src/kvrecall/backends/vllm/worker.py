@@ -23,6 +23,7 @@ from kvrecall.backends.vllm.served import Served
 from kvrecall.backends.vllm.threads import one_thread_after_fork
 from kvrecall.backends.vllm.window_pages import passes_of
 from kvrecall.core.errors import HostMemoryError, ParameterError
+from kvrecall.core.launch import cdiv
 from kvrecall.step.capacity import Capacity, ahead_of, needed_blocks
 from kvrecall.step.stream import HostBlocks
 
@@ -139,6 +140,7 @@ class Worker(StockWorker):
             served.give(highest + 1)
         if served.refused is not None:
             scheduler_output = left_out(scheduler_output, served.refused)
+        served.clear(handed_out_empty(scheduler_output, served.others))
         for blocks, computed in beginning(scheduler_output):
             served.refill(blocks, computed)
         return super().execute_model(scheduler_output, *args, **kwargs)
@@ -162,6 +164,19 @@ def highest_block(scheduler_output: Any) -> int | None:
     told = scheduler_output
     groups: Iterable[Any] = (*(new.block_ids for new in told.scheduled_new_reqs), *told.scheduled_cached_reqs.new_block_ids)
     return max((max(ids) for each in groups if each for ids in each if ids), default=None)
+
+
+def handed_out_empty(scheduler_output: Any, sizes: dict[int, int]) -> list[int]:
+    """Blocks that a pass hands out to the cache groups `sizes` (number: tokens per block), and that hold nothing of theirs."""
+    told = scheduler_output
+    cached = told.scheduled_cached_reqs
+    given = [(new.block_ids, new.num_computed_tokens) for new in told.scheduled_new_reqs]
+    given += [
+        (blocks, computed if name in cached.resumed_req_ids else 0)  # others get new blocks only
+        for name, blocks, computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+        if blocks
+    ]
+    return [block for ids, computed in given for group, size in sizes.items() for block in ids[group][cdiv(computed, size) :]]
 
 
 def beginning(scheduler_output: Any) -> list[tuple[Sequence[Sequence[int]], int]]:
