@@ -253,7 +253,7 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
     def clear(self, blocks: list[int]) -> None:
         """Zeroes pages."""
         pages = pages_of(self._own.kv_cache)
-        pages[torch.tensor(blocks, device=pages.device)] = 0
+        pages[torch.tensor(blocks, dtype=torch.int64, device=pages.device)] = 0
 
     def warm_up(self, limits: Limits) -> int:
         """Runs the passes of `warmup.trials` over block 0. Returns their number."""
