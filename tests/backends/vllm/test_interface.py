@@ -40,7 +40,7 @@ OURS = [
 NEW = {
     RetrievalBackend: {"customize_spec", "get_kv_cache_shape"},  # from 0.28 on, and before 0.29
     WindowBackend: {"get_kv_cache_shape"},
-    RetrievalImpl: {"kind", "prepare", "warm_up", "take_statistics", "forward"},  # `forward` is that of a protocol
+    RetrievalImpl: {"kind", "prepare", "warm_up", "clear", "take_statistics", "forward"},  # `forward` is that of a protocol
     worker.Worker: {"retrieval_counts"},
 }
 """Public methods that are not vLLM's, or not in each release."""
