@@ -123,5 +123,6 @@ def _reply(request: dict[str, str]) -> Any:
 
 
 if __name__ == "__main__":
+    replies, sys.stdout = sys.stdout, sys.stderr  # what a library prints would be taken for a reply
     for line in sys.stdin:
-        print(json.dumps(_reply(json.loads(line))), flush=True)
+        print(json.dumps(_reply(json.loads(line))), file=replies, flush=True)
