@@ -250,10 +250,9 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         """Starts using the pages that vLLM has allocated."""
         self._bind(self._own.kv_cache, self._builder.kv_cache_spec.block_size)
 
-    def clear(self, blocks: list[int]) -> None:
-        """Zeroes pages."""
-        pages = pages_of(self._own.kv_cache)
-        pages[torch.tensor(blocks, dtype=torch.int64, device=pages.device)] = 0
+    def clear(self, blocks: Tensor) -> None:
+        """Zeroes pages: int64 `[n]`, on their device."""
+        pages_of(self._own.kv_cache).index_fill_(0, blocks, 0)
 
     def warm_up(self, limits: Limits) -> int:
         """Runs the passes of `warmup.trials` over block 0. Returns their number."""

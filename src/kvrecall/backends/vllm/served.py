@@ -22,6 +22,7 @@ from kvrecall.backends.vllm.machine import launch_of
 from kvrecall.backends.vllm.refused import can_refuse
 from kvrecall.backends.vllm.statistics import Observer, compute, rotaries_of_config
 from kvrecall.backends.vllm.window import WindowLayer
+from kvrecall.core.cuda import to_device
 from kvrecall.core.errors import CompositionError, KVRecallError, ParameterError, SessionError
 from kvrecall.core.structs import AttentionParams
 from kvrecall.index.base import LayerShape
@@ -132,8 +133,9 @@ class Served:
         """Zeroes the pages of these blocks. Groups share pages: bytes of summaries may be NaN to the layers of another backend,
         whose kernels may multiply what lies behind a sequence's end by zero."""
         if blocks:
+            (ids,) = to_device(self.shapes[0].device, torch.tensor(blocks, dtype=torch.int64, device="cpu"))
             for impl in self.impls:
-                impl.clear(blocks)
+                impl.clear(ids)
 
     def give(self, blocks: int) -> None:
         """Gives memory to the first `blocks` blocks of all layers. If the system refuses, `refused` tells how many have it,

@@ -140,7 +140,8 @@ class Worker(StockWorker):
             served.give(highest + 1)
         if served.refused is not None:
             scheduler_output = left_out(scheduler_output, served.refused)
-        served.clear(handed_out_empty(scheduler_output, served.others))
+        if served.others:
+            served.clear(handed_out_empty(scheduler_output, served.others))
         for blocks, computed in beginning(scheduler_output):
             served.refill(blocks, computed)
         return super().execute_model(scheduler_output, *args, **kwargs)
