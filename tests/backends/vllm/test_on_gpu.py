@@ -80,6 +80,18 @@ def test_a_budget_that_covers_everything_gives_vllm_s_own_tokens(name: str, runn
     assert made["rounds"][1][3]["cached"] == 768
 
 
+@pytest.mark.parametrize(("count", "local"), [(8_000, 4_096), (64_000, 1_024)], ids=["8K", "64K"])
+def test_long_prompts_give_vllm_s_own_tokens(count: int, local: int, home: Path) -> None:  # noqa: F811
+    """At 8K the budget covers everything. At 64K it covers all that counts: scores have a standard deviation of ten, so that
+    keys behind the best 4,096 weigh nothing."""
+    job = TWICE | {"rounds": [prompts([count, count // 2], shared=0, seed=4)], "tokens": 16}
+    made, expected = pair(
+        home, job, METHODS["balanced"] | {"local_tokens": local}, {}, max_model_len=count + 1024,
+        max_num_batched_tokens=2048, hf_overrides={"max_position_embeddings": 1 << 17},
+    )  # fmt: skip
+    assert differing(made, expected) == [] and made["searches"] > 0
+
+
 @pytest.mark.parametrize("engine", [{}, {"async_scheduling": False}], ids=["asynchronous", "synchronous"])
 def test_drafts_change_no_token(engine: dict[str, Any], home: Path) -> None:  # noqa: F811
     made, expected = pair(home, TWICE, METHODS["balanced"], {"speculative_config": DRAFTS}, **engine)
