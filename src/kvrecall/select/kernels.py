@@ -209,6 +209,8 @@ def top_kernel(
 ):  # fmt: skip
     """Program (chunk of N candidates, sequence and KV head): writes out[bh, :K], ascending, padded with -1, and counts[bh].
 
+    Programs beyond the last candidate do nothing.
+
     ids: `[bh, ROOM]` candidates, ascending, -1 - id for one that ranks behind all others, ROOM a multiple of 4; scores: their
     estimates `[bh, LANES or 1, ROOM]`; peak, mass `[bh, LANES, PARTS]`: of their softmax, for parts of P candidates. AT_ONCE:
     see `shares`. With several chunks each keeps its best in kept_ids, kept_keys `[bh, CHUNKS, SLOTS]`, SLOTS >= K, and how many
@@ -218,8 +220,9 @@ def top_kernel(
     i_b = i_bh // HEADS
     total, fire = tl.load(p_plan + i_b * FIELDS + 1), tl.load(p_fire + i_b)
     begin(PDL)
-    if fire != 0:
-        here = tl.minimum(tl.maximum(total - i_chunk * N, 0), N)
+    chunks = tl.maximum(tl.cdiv(total, N), 1)
+    if (fire != 0) & (i_chunk < chunks):
+        here = tl.minimum(total - i_chunk * N, N)
         o_c = i_chunk * N + tl.arange(0, N)
         m_c = o_c < total
         m_row = o_c < tl.cdiv(total, 4) * 4  # rows are padded, so that a thread can read four at a time
@@ -245,15 +248,15 @@ def top_kernel(
             put(p_kept_keys + o_row + o_out, b_key, m_keep)
             tl.store(p_kept + i_bh * CHUNKS + i_chunk, count)
             tl.debug_barrier()
-            if tl.atomic_add(p_arrived + i_bh, 1, sem="acq_rel") == CHUNKS - 1:
+            if tl.atomic_add(p_arrived + i_bh, 1, sem="acq_rel") == chunks - 1:
                 o_m, o_chunk = tl.arange(0, M), tl.arange(0, M // SLOTS)
                 o_row = i_bh.to(tl.int64) * CHUNKS * SLOTS
-                m_slot, p_count = o_m < CHUNKS * SLOTS, p_kept + i_bh * CHUNKS
+                m_slot, p_count = o_m < chunks * SLOTS, p_kept + i_bh * CHUNKS
                 # No load waits for another one; what a chunk did not keep is dropped afterwards.
                 b_last = tl.load(p_kept_keys + o_row + o_m, mask=m_slot, other=0, cache_modifier=".cg")
                 b_from = tl.load(p_kept_ids + o_row + o_m, mask=m_slot, other=0, cache_modifier=".cg")
                 b_count = tl.load(p_count + o_m // SLOTS, mask=m_slot, other=0, cache_modifier=".cg")
-                left = tl.sum(tl.load(p_count + o_chunk, mask=o_chunk < CHUNKS, other=0, cache_modifier=".cg"), 0)
+                left = tl.sum(tl.load(p_count + o_chunk, mask=o_chunk < chunks, other=0, cache_modifier=".cg"), 0)
                 m_slot = o_m % SLOTS < b_count
                 wanted = tl.minimum(K, left)
                 m_last, o_last, _ = best(b_last, m_slot, wanted, wanted, left)

@@ -225,7 +225,8 @@ class DeviceLayer:
                 if self._means is not None:
                     self._estimate(q, self._means, asked.plan.pages[own], tables.blocks, of)
 
-            beside(divided(pairs, branches(len(pairs), self.scratch.longest)), q, part)
+            # Branches are for one sequence, whose length is near the longest one; of several, most may be short.
+            beside(divided(pairs, branches(len(pairs), self.scratch.longest) if len(blocks) == 1 else 1), q, part)
             merge_step(
                 q.unsqueeze(2), self.scratch.out[: len(blocks)], self.scratch.lse[: len(blocks)], self._params.sink_logits,
                 into=out[own],

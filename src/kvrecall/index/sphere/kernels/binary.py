@@ -34,6 +34,7 @@ from kvrecall.core.triton import (
 )
 from kvrecall.index.sphere.kernels.blocks import begin_of, blocks_of, look_up, numbers_of, rows_of
 from kvrecall.index.sphere.kernels.scan import UNROLLED_SUMS, row_of_scores, tally
+from kvrecall.index.sphere.kernels.work import first_part, part, parts, step, stop
 
 CHUNK = tl.constexpr(64)
 """Tokens that a warp scores at once, four matrix products high."""
@@ -214,132 +215,135 @@ def half(b_pair, WHICH: tl.constexpr):
     return ((b_pair >> (16 * WHICH)) & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["START", "TABLE"])
+@triton.jit(do_not_specialize=["START", "PAIRS", "TABLE"])
 def binary_kernel(
-    p_signs, p_norms, p_weights, p_table, p_zeros, p_barred, p_rotated, p_shifts, p_sums, p_plan, p_fire, p_scores,
-    p_reach, p_total, scale, units, HEADS, START, CAPACITY, TILES, SPANS, OWN_HEADS, TABLE, BYTES,
-    BLOCK: tl.constexpr, D: tl.constexpr, S: tl.constexpr, READ: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr,
-    WARPS: tl.constexpr, TILE: tl.constexpr, SUB: tl.constexpr, HAS_BARRED: tl.constexpr, FIELDS: tl.constexpr,
-    BINS: tl.constexpr, OFFSET: tl.constexpr, SHIFT: tl.constexpr, TOP: tl.constexpr, NORMS: tl.constexpr, UNIT: tl.constexpr,
-    PEAK: tl.constexpr, CENTRED: tl.constexpr, SPAN: tl.constexpr, BR: tl.constexpr, BB: tl.constexpr, MOST: tl.constexpr,
-    BARRED: tl.constexpr, PDL: tl.constexpr,
+    p_signs, p_norms, p_weights, p_table, p_zeros, p_barred, p_rotated, p_shifts, p_sums, p_plan, p_fire, p_scores, p_reach,
+    p_total, scale, units, HEADS, START, PAIRS, CAPACITY, TILES, SPANS, OWN_HEADS, TABLE, BYTES, BLOCK: tl.constexpr,
+    D: tl.constexpr, S: tl.constexpr, READ: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr,
+    TILE: tl.constexpr, SUB: tl.constexpr, HAS_BARRED: tl.constexpr, FIELDS: tl.constexpr, BINS: tl.constexpr,
+    OFFSET: tl.constexpr, SHIFT: tl.constexpr, TOP: tl.constexpr, NORMS: tl.constexpr, UNIT: tl.constexpr, PEAK: tl.constexpr,
+    CENTRED: tl.constexpr, SPAN: tl.constexpr, BR: tl.constexpr, BB: tl.constexpr, MOST: tl.constexpr, BARRED: tl.constexpr,
+    SEQUENCES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (SUB tiles of TILE tokens, sequence and KV head), with WARPS warps, a multiple of four. Inputs, outputs and
+    """Part (SUB tiles of TILE tokens, sequence and KV head), for WARPS warps, a multiple of four. Inputs, outputs and
     arguments are those of `product_kernel`.
 
     signs are read READ bytes at a time; a key has at most STEPS times 128 bits. The first keys of a tile do not depend on the
     queries, so they are loaded before the previous kernel has ended.
     """
-    i_tile, i_bh = tl.program_id(0), START + tl.program_id(1)
-    i_b, i_h, p_own = i_bh // HEADS, i_bh % OWN_HEADS, p_table + i_bh // OWN_HEADS * TABLE
-    T: tl.constexpr = CHUNK * WARPS
-    ROUNDS: tl.constexpr = SUB * TILE // T
-    GROUPS: tl.constexpr = (LANES + 3) // 4  # query heads per thread
-    first, tokens = i_tile * (SUB * TILE), tl.load(p_plan + i_b * FIELDS)
-    b_known = look_up(p_own, TABLE, first, BLOCK, SUB * TILE)
-    b_thread = tl.arange(0, 32 * WARPS)
-    b_lane, b_warp = b_thread % 32, b_thread // 32
-    o_chunk, o_key, o_word = b_warp * CHUNK, b_lane // 4, b_lane % 4
-    b_words, b_codes = read_keys(p_signs, p_norms, b_known, p_own, TABLE, BYTES, i_h, first, 0, o_chunk, o_key, o_word, tokens,
-                                 BLOCK, S, READ, T, STEPS, NORMS)  # fmt: skip
-    begin(PDL)
-    if (tl.load(p_fire + i_b) != 0) & (first < tokens):
-        spans, last = tl.cdiv(tokens, SPAN), tl.minimum(tokens, first + SUB * TILE)
-        SUMS = tl.cdiv(SPANS, BR)
-        b_columns, b_rests, b_means, b_units = (), (), (), ()
-        b_odd = o_key & 1
-        for w in tl.static_range(GROUPS):
-            b_made = planes_of(p_rotated + i_bh * LANES * D, p_sums + i_bh.to(tl.int64) * LANES * SUMS * 2, b_lane, b_warp,
-                               scale, units, spans, SUMS, D, LANES, STEPS, CENTRED, BR, BB, PEAK, 4 * w)  # fmt: skip
-            for s in tl.static_range(STEPS):
-                for j in tl.static_range(3):  # column g of product j: plane 2 j + g % 2 of head g / 2
-                    b_column = tl.gather(b_made[s], 32 * (o_key // 2) + 4 * (2 * j + b_odd) + o_word, 0)
-                    b_columns = b_columns + (tl.where(b_odd == 0, b_column, 0) if j == 2 else b_column,)
-            b_rests = b_rests + (tl.gather(b_made[0], 32 * o_word + 20, 0).to(tl.float32, bitcast=True),)
-            if CENTRED:
-                b_means = b_means + (tl.gather(b_made[0], 32 * o_word + 21, 0).to(tl.float32, bitcast=True),)
-                b_units = b_units + (tl.gather(b_made[0], 32 * o_word + 22, 0).to(tl.float32, bitcast=True),)
-        p_score = p_scores + i_bh.to(tl.int64) * row_of_scores(CAPACITY)
-        p_pair = p_score.to(tl.pointer_type(tl.uint16))
-        p_shift = p_shifts + i_bh.to(tl.int64) * LANES * SPANS
-        b_masks = masks_of(b_lane)
-        b_count, b_count_64 = tl.zeros(b_lane.shape, tl.int32), tl.zeros(b_lane.shape, tl.int32)
-        if CENTRED:
-            b_shifts = read_shifts(p_shift, first + o_chunk, o_word, tokens, SPANS, LANES, SPAN)
-        for i_round in range(ROUNDS):
-            o_token = first + i_round * T + o_chunk
-            # Loads for the next round are started early. After the last round nothing is loaded: `tokens` ends with the tile.
-            b_next, b_next_codes = read_keys(p_signs, p_norms, b_known, p_own, TABLE, BYTES, i_h, first, (i_round + 1) * T,
-                                             o_chunk, o_key, o_word, last, BLOCK, S, READ, T, STEPS, NORMS)  # fmt: skip
-            b_wholes = ()
+    b_parts, b_until = parts(p_plan, START, PAIRS, HEADS, FIELDS, SUB * TILE, SEQUENCES)
+    for number in range(first_part(SEQUENCES), stop(b_until, SEQUENCES), step(SEQUENCES)):
+        i_tile, i_bh = part(number, b_parts, b_until, START, HEADS, SEQUENCES)
+        i_b, i_h, p_own = i_bh // HEADS, i_bh % OWN_HEADS, p_table + i_bh // OWN_HEADS * TABLE
+        T: tl.constexpr = CHUNK * WARPS
+        ROUNDS: tl.constexpr = SUB * TILE // T
+        GROUPS: tl.constexpr = (LANES + 3) // 4  # query heads per thread
+        first, tokens = i_tile * (SUB * TILE), tl.load(p_plan + i_b * FIELDS)
+        b_known = look_up(p_own, TABLE, first, BLOCK, SUB * TILE)
+        b_thread = tl.arange(0, 32 * WARPS)
+        b_lane, b_warp = b_thread % 32, b_thread // 32
+        o_chunk, o_key, o_word = b_warp * CHUNK, b_lane // 4, b_lane % 4
+        b_words, b_codes = read_keys(p_signs, p_norms, b_known, p_own, TABLE, BYTES, i_h, first, 0, o_chunk, o_key, o_word,
+                                     tokens, BLOCK, S, READ, T, STEPS, NORMS)  # fmt: skip
+        begin(PDL)
+        if (tl.load(p_fire + i_b) != 0) & (first < tokens):
+            spans, last = tl.cdiv(tokens, SPAN), tl.minimum(tokens, first + SUB * TILE)
+            SUMS = tl.cdiv(SPANS, BR)
+            b_columns, b_rests, b_means, b_units = (), (), (), ()
+            b_odd = o_key & 1
             for w in tl.static_range(GROUPS):
+                b_made = planes_of(p_rotated + i_bh * LANES * D, p_sums + i_bh.to(tl.int64) * LANES * SUMS * 2, b_lane, b_warp,
+                                   scale, units, spans, SUMS, D, LANES, STEPS, CENTRED, BR, BB, PEAK, 4 * w)  # fmt: skip
+                for s in tl.static_range(STEPS):
+                    for j in tl.static_range(3):  # column g of product j: plane 2 j + g % 2 of head g / 2
+                        b_column = tl.gather(b_made[s], 32 * (o_key // 2) + 4 * (2 * j + b_odd) + o_word, 0)
+                        b_columns = b_columns + (tl.where(b_odd == 0, b_column, 0) if j == 2 else b_column,)
+                b_rests = b_rests + (tl.gather(b_made[0], 32 * o_word + 20, 0).to(tl.float32, bitcast=True),)
                 if CENTRED:
-                    b_whole = whole_shift(b_shifts[w], b_means[w], b_units[w], MOST, OFFSET, SHIFT)
-                else:
-                    b_whole = tl.full(b_lane.shape, OFFSET * (1.0 / (1 << SHIFT)), tl.float32)
-                b_wholes = b_wholes + (tl.where(4 * w + o_word < LANES, b_whole, -1e30),)
+                    b_means = b_means + (tl.gather(b_made[0], 32 * o_word + 21, 0).to(tl.float32, bitcast=True),)
+                    b_units = b_units + (tl.gather(b_made[0], 32 * o_word + 22, 0).to(tl.float32, bitcast=True),)
+            p_score = p_scores + i_bh.to(tl.int64) * row_of_scores(CAPACITY)
+            p_pair = p_score.to(tl.pointer_type(tl.uint16))
+            p_shift = p_shifts + i_bh.to(tl.int64) * LANES * SPANS
+            b_masks = masks_of(b_lane)
+            b_count, b_count_64 = tl.zeros(b_lane.shape, tl.int32), tl.zeros(b_lane.shape, tl.int32)
             if CENTRED:
-                b_shifts = read_shifts(p_shift, o_token + T, o_word, last, SPANS, LANES, SPAN)
-            if NORMS:
-                b_norms = norms_of(b_codes, UNIT, SHIFT)
-            b_pairs = ()
-            for i in tl.static_range(4):
-                b_best, b_most = b_lane, b_lane  # no query head so far
+                b_shifts = read_shifts(p_shift, first + o_chunk, o_word, tokens, SPANS, LANES, SPAN)
+            for i_round in range(ROUNDS):
+                o_token = first + i_round * T + o_chunk
+                # Loads for the next round are started early. After the last round nothing is loaded: `last` ends the tile.
+                b_next, b_next_codes = read_keys(p_signs, p_norms, b_known, p_own, TABLE, BYTES, i_h, first, (i_round + 1) * T,
+                                                 o_chunk, o_key, o_word, last, BLOCK, S, READ, T, STEPS, NORMS)  # fmt: skip
+                b_wholes = ()
                 for w in tl.static_range(GROUPS):
-                    b_p = ()
-                    for j in tl.static_range(3):
-                        b_e = tl.full(b_lane.shape, base(2 * j), tl.int32)
-                        b_o = tl.full(b_lane.shape, base(2 * j + 1), tl.int32)
-                        b_sum = product(b_words[2 * i * STEPS], b_words[(2 * i + 1) * STEPS], b_columns[w * 3 * STEPS + j],
-                                        (b_e, b_e), (b_o, b_o))  # fmt: skip
-                        if STEPS == 2:
-                            b_sum = product(b_words[2 * i * STEPS + 1], b_words[(2 * i + 1) * STEPS + 1],
-                                            b_columns[(w * STEPS + 1) * 3 + j], (b_sum[0], b_sum[2]),
-                                            (b_sum[1], b_sum[3]))  # fmt: skip
-                        b_p = b_p + (b_sum[0], b_sum[1], b_sum[2], b_sum[3])
-                    b_low = weighted(b_p[0], b_p[1], b_p[4], b_p[5], b_p[8], b_rests[w])
-                    b_high = weighted(b_p[2], b_p[3], b_p[6], b_p[7], b_p[10], b_rests[w])
-                    if NORMS:
-                        b_low, b_high = b_low * b_norms[2 * i] + b_wholes[w], b_high * b_norms[2 * i + 1] + b_wholes[w]
+                    if CENTRED:
+                        b_whole = whole_shift(b_shifts[w], b_means[w], b_units[w], MOST, OFFSET, SHIFT)
                     else:
-                        b_low = b_low * (1.0 / (1 << SHIFT)) + b_wholes[w]
-                        b_high = b_high * (1.0 / (1 << SHIFT)) + b_wholes[w]
-                    if w > 0:
-                        b_low, b_high = tl.maximum(b_best, b_low), tl.maximum(b_most, b_high)
-                    b_best, b_most = b_low, b_high
-                b_pairs = b_pairs + (pair(b_best, b_most),)
-            b_pair = best_of_four(b_pairs[0], b_pairs[1], b_pairs[2], b_pairs[3], b_lane)
-            # Keys 16 t + g of the chunk, and eight further on. Neighbours exchange one, so that each writes two in a row.
-            o_low = o_token + 16 * o_word + o_key
-            m_low, m_high = (o_low >= BARRED) & (o_low < tokens), (o_low + 8 >= BARRED) & (o_low + 8 < tokens)
-            b_lower = tl.where(m_low, tl.minimum(half(b_pair, 0), TOP) + 2, 0)
-            b_upper = tl.where(m_high, tl.minimum(half(b_pair, 1), TOP) + 2, 0)
-            b_other = exchanged(tl.where(b_odd == 0, b_upper, b_lower), 4)
-            b_two = tl.where(b_odd == 0, b_lower | (b_other << 8), b_other | (b_upper << 8))
-            o_two = o_token + 16 * o_word + 8 * b_odd + (o_key & 6)
-            tl.store(p_pair + o_two // 2, b_two.to(tl.uint16), mask=o_two // 16 < tl.cdiv(tokens, 16))
-            if not HAS_BARRED:
-                if BINS == 32:
-                    b_count += equal(b_lower, b_masks) + equal(b_upper, b_masks)
-                else:
-                    b_a, b_b = equal_64(b_lower, b_masks), equal_64(b_upper, b_masks)
-                    b_count += b_a[0] + b_b[0]
-                    b_count_64 += b_a[1] + b_b[1]
-            b_words, b_codes = b_next, b_next_codes
-        if HAS_BARRED or tl.load(p_zeros + i_bh) != 0:
-            tally(p_score, p_weights, p_own, p_zeros + i_bh, p_barred, p_reach, p_total, first, tokens, i_bh, i_h, i_tile,
-                  CAPACITY, TILES, TABLE, BYTES, BLOCK, S, TILE, SUB, HAS_BARRED, BINS, BARRED)  # fmt: skip
-        else:
-            o_bin = tl.arange(0, 32)
-            if BINS == 64:
-                b_bins = tl.sum(tl.reshape(b_count_64, [WARPS, 32]), 0)
-                above = tl.sum(b_bins, 0)
-                write_reach(p_reach, p_total, i_bh, i_tile, above - tl.cumsum(b_bins, 0) + b_bins, 32 + o_bin, TILES, BINS)
+                        b_whole = tl.full(b_lane.shape, OFFSET * (1.0 / (1 << SHIFT)), tl.float32)
+                    b_wholes = b_wholes + (tl.where(4 * w + o_word < LANES, b_whole, -1e30),)
+                if CENTRED:
+                    b_shifts = read_shifts(p_shift, o_token + T, o_word, last, SPANS, LANES, SPAN)
+                if NORMS:
+                    b_norms = norms_of(b_codes, UNIT, SHIFT)
+                b_pairs = ()
+                for i in tl.static_range(4):
+                    b_best, b_most = b_lane, b_lane  # no query head so far
+                    for w in tl.static_range(GROUPS):
+                        b_p = ()
+                        for j in tl.static_range(3):
+                            b_e = tl.full(b_lane.shape, base(2 * j), tl.int32)
+                            b_o = tl.full(b_lane.shape, base(2 * j + 1), tl.int32)
+                            b_sum = product(b_words[2 * i * STEPS], b_words[(2 * i + 1) * STEPS], b_columns[w * 3 * STEPS + j],
+                                            (b_e, b_e), (b_o, b_o))  # fmt: skip
+                            if STEPS == 2:
+                                b_sum = product(b_words[2 * i * STEPS + 1], b_words[(2 * i + 1) * STEPS + 1],
+                                                b_columns[(w * STEPS + 1) * 3 + j], (b_sum[0], b_sum[2]),
+                                                (b_sum[1], b_sum[3]))  # fmt: skip
+                            b_p = b_p + (b_sum[0], b_sum[1], b_sum[2], b_sum[3])
+                        b_low = weighted(b_p[0], b_p[1], b_p[4], b_p[5], b_p[8], b_rests[w])
+                        b_high = weighted(b_p[2], b_p[3], b_p[6], b_p[7], b_p[10], b_rests[w])
+                        if NORMS:
+                            b_low, b_high = b_low * b_norms[2 * i] + b_wholes[w], b_high * b_norms[2 * i + 1] + b_wholes[w]
+                        else:
+                            b_low = b_low * (1.0 / (1 << SHIFT)) + b_wholes[w]
+                            b_high = b_high * (1.0 / (1 << SHIFT)) + b_wholes[w]
+                        if w > 0:
+                            b_low, b_high = tl.maximum(b_best, b_low), tl.maximum(b_most, b_high)
+                        b_best, b_most = b_low, b_high
+                    b_pairs = b_pairs + (pair(b_best, b_most),)
+                b_pair = best_of_four(b_pairs[0], b_pairs[1], b_pairs[2], b_pairs[3], b_lane)
+                # Keys 16 t + g of the chunk, and eight further on. Neighbours exchange one, so that each writes two in a row.
+                o_low = o_token + 16 * o_word + o_key
+                m_low, m_high = (o_low >= BARRED) & (o_low < tokens), (o_low + 8 >= BARRED) & (o_low + 8 < tokens)
+                b_lower = tl.where(m_low, tl.minimum(half(b_pair, 0), TOP) + 2, 0)
+                b_upper = tl.where(m_high, tl.minimum(half(b_pair, 1), TOP) + 2, 0)
+                b_other = exchanged(tl.where(b_odd == 0, b_upper, b_lower), 4)
+                b_two = tl.where(b_odd == 0, b_lower | (b_other << 8), b_other | (b_upper << 8))
+                o_two = o_token + 16 * o_word + 8 * b_odd + (o_key & 6)
+                tl.store(p_pair + o_two // 2, b_two.to(tl.uint16), mask=o_two // 16 < tl.cdiv(tokens, 16))
+                if not HAS_BARRED:
+                    if BINS == 32:
+                        b_count += equal(b_lower, b_masks) + equal(b_upper, b_masks)
+                    else:
+                        b_a, b_b = equal_64(b_lower, b_masks), equal_64(b_upper, b_masks)
+                        b_count += b_a[0] + b_b[0]
+                        b_count_64 += b_a[1] + b_b[1]
+                b_words, b_codes = b_next, b_next_codes
+            if HAS_BARRED or tl.load(p_zeros + i_bh) != 0:
+                tally(p_score, p_weights, p_own, p_zeros + i_bh, p_barred, p_reach, p_total, first, tokens, i_bh, i_h, i_tile,
+                      CAPACITY, TILES, TABLE, BYTES, BLOCK, S, TILE, SUB, HAS_BARRED, BINS, BARRED)  # fmt: skip
             else:
-                above = 0
-            b_bins = tl.sum(tl.reshape(b_count, [WARPS, 32]), 0)
-            b_reach = above + tl.sum(b_bins, 0) - tl.cumsum(b_bins, 0) + b_bins
-            write_reach(p_reach, p_total, i_bh, i_tile, b_reach, o_bin, TILES, BINS)
+                o_bin = tl.arange(0, 32)
+                if BINS == 64:
+                    b_bins = tl.sum(tl.reshape(b_count_64, [WARPS, 32]), 0)
+                    above = tl.sum(b_bins, 0)
+                    write_reach(p_reach, p_total, i_bh, i_tile, above - tl.cumsum(b_bins, 0) + b_bins, 32 + o_bin, TILES, BINS)
+                else:
+                    above = 0
+                b_bins = tl.sum(tl.reshape(b_count, [WARPS, 32]), 0)
+                b_reach = above + tl.sum(b_bins, 0) - tl.cumsum(b_bins, 0) + b_bins
+                write_reach(p_reach, p_total, i_bh, i_tile, b_reach, o_bin, TILES, BINS)
+    begin(PDL)  # programs without a part, too: this launch must end after the one before it
     end(PDL)
 
 

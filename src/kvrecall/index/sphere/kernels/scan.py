@@ -11,6 +11,7 @@ import triton.language as tl
 
 from kvrecall.core.triton import begin, end
 from kvrecall.index.sphere.kernels.blocks import begin_of, blocks_of, look_up, numbers_of, one_block, rows_of
+from kvrecall.index.sphere.kernels.work import first_part, part, parts, step, stop
 
 UNROLLED_SUMS = tl.constexpr(1024)
 """Sums of shifts that a program reads without a loop; 4M tokens have as many."""
@@ -90,52 +91,54 @@ def tally(
     tl.atomic_add(p_total + i_bh * BINS + o_bin, b_reach, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["START", "TABLE"])
+@triton.jit(do_not_specialize=["START", "PAIRS", "TABLE"])
 def collision_kernel(
-    p_signs, p_weights, p_table, p_zeros, p_barred, p_tables, p_plan, p_fire, p_scores, p_reach, p_total, HEADS, START,
-    CAPACITY, TILES, OWN_HEADS, TABLE, BYTES,
-    BLOCK: tl.constexpr, S: tl.constexpr, READ: tl.constexpr, NW: tl.constexpr, BW: tl.constexpr, WORDS: tl.constexpr,
-    LANES: tl.constexpr, T: tl.constexpr, SUB: tl.constexpr, HAS_BARRED: tl.constexpr, FIELDS: tl.constexpr, BINS: tl.constexpr,
-    BARRED: tl.constexpr, PDL: tl.constexpr,
+    p_signs, p_weights, p_table, p_zeros, p_barred, p_tables, p_plan, p_fire, p_scores, p_reach, p_total, HEADS, START, PAIRS,
+    CAPACITY, TILES, OWN_HEADS, TABLE, BYTES, BLOCK: tl.constexpr, S: tl.constexpr, READ: tl.constexpr, NW: tl.constexpr,
+    BW: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr, T: tl.constexpr, SUB: tl.constexpr, HAS_BARRED: tl.constexpr,
+    FIELDS: tl.constexpr, BINS: tl.constexpr, BARRED: tl.constexpr, SEQUENCES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of SUB x T tokens, sequence and KV head): scores by table look-ups. Sign bytes are read READ at a time.
+    """Part (tile of SUB x T tokens, sequence and KV head): scores by table look-ups. Sign bytes are read READ at a time.
 
     table int32 `[b, TABLE]`: the blocks of each sequence, see `kernels/blocks.py`; blocks have OWN_HEADS KV heads and stride
     BYTES in bytes. HEADS is smaller if each KV head is searched as a sequence of its own. zeros int32 `[bh]`: not 0 for heads
     that may have a key of zero norm; nothing writes it during the scan. BARRED: the first BARRED tokens of each sequence are
     not found.
     """
-    begin(PDL)
-    i_tile, i_bh = tl.program_id(0), START + tl.program_id(1)
-    i_b = i_bh // HEADS
-    tokens = tl.load(p_plan + i_b * FIELDS)
-    i_h, p_own, i_first = i_bh % OWN_HEADS, p_table + i_bh // OWN_HEADS * TABLE, i_tile * (SUB * T)
-    b_known = look_up(p_own, TABLE, i_first, BLOCK, SUB * T)
-    if (tl.load(p_fire + i_b) != 0) & (i_first < tokens):
-        p_entries = p_tables + i_bh * (WORDS * S * 256)
-        p_score = p_scores + i_bh.to(tl.int64) * row_of_scores(CAPACITY)
-        # A tile in several known blocks is scored block by block.
-        PIECE: tl.constexpr = BLOCK if (T > BLOCK) & (len(b_known) > 0) else T
-        o_w, o_in = tl.arange(0, BW), tl.arange(0, PIECE)
-        for i_piece in tl.range(0, SUB * T // PIECE, disable_licm=True):  # that took more registers
-            start = i_first + i_piece * PIECE
-            m_w = (o_in < tokens - start)[:, None] & (o_w < NW)[None, :]
-            b_block = blocks_of(b_known, p_own, TABLE, i_first, i_piece * PIECE, o_in[:, None], BLOCK, PIECE)
-            p_sign = p_signs + begin_of(b_block, numbers_of(p_signs, BYTES), i_h, start, BLOCK, PIECE, NW)
-            p_code = p_sign + rows_of(o_in, BLOCK, PIECE, NW)[:, None] + o_w[None, :]
-            b_codes = tl.load(p_code, mask=m_w, other=0).to(tl.int32)
-            b_score = tl.zeros([PIECE], tl.int32)
-            for w in tl.static_range(WORDS):
-                b_sum = tl.zeros([PIECE, BW], tl.int32)
-                for i_byte in tl.static_range(READ):
-                    o_entry = (w * S + o_w * READ + i_byte) * 256
-                    b_byte = (b_codes >> (8 * i_byte)) & 255
-                    b_sum += tl.load(p_entries + (o_entry[None, :] + b_byte), mask=(o_w < NW)[None, :], other=0)
-                b_lanes = tl.sum(b_sum, 1)
-                for lane in tl.static_range(4):
-                    if w * 4 + lane < LANES:
-                        b_score = tl.maximum(b_score, (b_lanes >> (8 * lane)) & 255)
-            write_scores(p_score, b_score + 2, start + o_in, tokens, BARRED)
-        tally(p_score, p_weights, p_own, p_zeros + i_bh, p_barred, p_reach, p_total, i_first, tokens, i_bh, i_h,
-              i_tile, CAPACITY, TILES, TABLE, BYTES, BLOCK, S, T, SUB, HAS_BARRED, BINS, BARRED)  # fmt: skip
+    b_parts, b_until = parts(p_plan, START, PAIRS, HEADS, FIELDS, SUB * T, SEQUENCES)
+    for number in range(first_part(SEQUENCES), stop(b_until, SEQUENCES), step(SEQUENCES)):
+        begin(PDL)
+        i_tile, i_bh = part(number, b_parts, b_until, START, HEADS, SEQUENCES)
+        i_b = i_bh // HEADS
+        tokens = tl.load(p_plan + i_b * FIELDS)
+        i_h, p_own, i_first = i_bh % OWN_HEADS, p_table + i_bh // OWN_HEADS * TABLE, i_tile * (SUB * T)
+        b_known = look_up(p_own, TABLE, i_first, BLOCK, SUB * T)
+        if (tl.load(p_fire + i_b) != 0) & (i_first < tokens):
+            p_entries = p_tables + i_bh * (WORDS * S * 256)
+            p_score = p_scores + i_bh.to(tl.int64) * row_of_scores(CAPACITY)
+            # A tile in several known blocks is scored block by block.
+            PIECE: tl.constexpr = BLOCK if (T > BLOCK) & (len(b_known) > 0) else T
+            o_w, o_in = tl.arange(0, BW), tl.arange(0, PIECE)
+            for i_piece in tl.range(0, SUB * T // PIECE, disable_licm=True):  # that took more registers
+                start = i_first + i_piece * PIECE
+                m_w = (o_in < tokens - start)[:, None] & (o_w < NW)[None, :]
+                b_block = blocks_of(b_known, p_own, TABLE, i_first, i_piece * PIECE, o_in[:, None], BLOCK, PIECE)
+                p_sign = p_signs + begin_of(b_block, numbers_of(p_signs, BYTES), i_h, start, BLOCK, PIECE, NW)
+                p_code = p_sign + rows_of(o_in, BLOCK, PIECE, NW)[:, None] + o_w[None, :]
+                b_codes = tl.load(p_code, mask=m_w, other=0).to(tl.int32)
+                b_score = tl.zeros([PIECE], tl.int32)
+                for w in tl.static_range(WORDS):
+                    b_sum = tl.zeros([PIECE, BW], tl.int32)
+                    for i_byte in tl.static_range(READ):
+                        o_entry = (w * S + o_w * READ + i_byte) * 256
+                        b_byte = (b_codes >> (8 * i_byte)) & 255
+                        b_sum += tl.load(p_entries + (o_entry[None, :] + b_byte), mask=(o_w < NW)[None, :], other=0)
+                    b_lanes = tl.sum(b_sum, 1)
+                    for lane in tl.static_range(4):
+                        if w * 4 + lane < LANES:
+                            b_score = tl.maximum(b_score, (b_lanes >> (8 * lane)) & 255)
+                write_scores(p_score, b_score + 2, start + o_in, tokens, BARRED)
+            tally(p_score, p_weights, p_own, p_zeros + i_bh, p_barred, p_reach, p_total, i_first, tokens, i_bh, i_h,
+                  i_tile, CAPACITY, TILES, TABLE, BYTES, BLOCK, S, T, SUB, HAS_BARRED, BINS, BARRED)  # fmt: skip
+    begin(PDL)  # programs without a part, too: this launch must end after the one before it
     end(PDL)

@@ -49,6 +49,8 @@ _BINARY, _BINARY_WARPS, _BINARY_LANES, _BINARY_BITS = ((8, 0), (10, 0)), 4, 8, 2
 them). Warps per program. The most query heads and coordinates that they are used for."""
 _COMPACT_WARPS, _MANY = 4, 2048
 """From this many programs on each has one warp, because other programs hide its waiting."""
+_PROGRAMS = 16 * 132
+"""Most programs of a launch for several sequences: each takes several parts if there are more."""
 _ROTATED_ROWS = 16
 """Coordinates per program of the queries' rotation."""
 _SHIFT_BLOCKS, _FEWEST_SPANS, _MOST_SPANS = 128, 16, 64
@@ -203,7 +205,8 @@ class GpuSearch:
         """Computes rotated queries, their products with centres and, for collisions, look-up tables; clears the histogram."""
         maps, centring, pairs, pieces = self._maps, self._centring, pairs or self.pairs, cdiv(self._dim, _ROTATED_ROWS)
         together, padded = self._together(pairs), next_power_of_2(self._dim)
-        rotate_kernel[(len(pairs), pieces + cdiv(self._sums.shape[2], together))](
+        columns = min(cdiv(self._sums.shape[2], together), max(1, _PROGRAMS // len(pairs)))
+        rotate_kernel[(len(pairs), pieces + columns)](
             queries, maps.queries, centring.means, centring.cos, centring.sin, plan, fire, self._rotated, self._shifts,
             self._sums, self._total, tables.zero_norms, self._zeros, maps.stride, centring.between, self._heads, pairs.start,
             self._spans, maps.heads, tables.places[0], tables.zero_norms.stride(0),
@@ -233,18 +236,26 @@ class GpuSearch:
         each = max(1, cdiv(tokens, tile * _MAX_TILES))
         return Tiling(tile, each, max(1, cdiv(tokens, tile * each)))
 
+    def _walk(self, parts: int, pairs: range) -> tuple[tuple[int, ...], int]:
+        """Grid of a launch for up to `parts` parts of each pair (`work.walk`), and most sequences that the pairs belong to: 1,
+        or all, so that a kernel is compiled for two numbers."""
+        if pairs.start // self._heads == (pairs.stop - 1) // self._heads:
+            return (parts, len(pairs)), 1
+        return (min(parts * len(pairs), _PROGRAMS),), next_power_of_2(len(self.pairs) // self._heads)
+
     def scan(self, tables: Tables, plan: Tensor, fire: Tensor, pairs: range | None = None, among: int | None = None) -> None:
         """Computes the scores of all tokens and their histogram. among: as in `launch`."""
         pairs, (tile, each, tiles) = pairs or self.pairs, self._tiling(among or len(self.pairs))
         codes, width, size = tables.codes, self._blocks, tables.block_size
         barred = codes.signs if tables.barred is None else tables.barred
         written = plan, fire, self._scores, self._reach, self._total
-        sizes, places = (self._heads, pairs.start, self.tokens, tiles), tables.places
+        sizes, places = (self._heads, pairs.start, len(pairs), self.tokens, tiles), tables.places
+        grid, sequences = self._walk(tiles, pairs)
         if self._binary:
             read = gcd(width, 4)
             signs = codes.signs.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[read])
             offset, shift, top = self._scale
-            binary_kernel[(tiles, len(pairs))](
+            binary_kernel[grid](
                 signs, codes.signs if codes.norms is None else codes.norms, codes.weights, tables.blocks, self._zeros,
                 barred, self._rotated, self._shifts, self._sums, *written, PRODUCT_RMS * self._dim**0.5,
                 float(PRODUCT_RMS * self._dim), *sizes, self._spans, *places,
@@ -252,8 +263,8 @@ class GpuSearch:
                 WARPS=_BINARY_WARPS, TILE=tile, SUB=each, HAS_BARRED=tables.barred is not None,
                 FIELDS=self._stride, BINS=self._bins, OFFSET=offset, SHIFT=shift, TOP=top, NORMS=codes.norms is not None,
                 UNIT=UNIT, PEAK=PRODUCT_PEAK, CENTRED=self._centred, SPAN=SPAN, BR=self._block,
-                BB=next_power_of_2(self._sums.shape[2]), MOST=MOST_SHIFT, BARRED=self._barred, num_warps=_BINARY_WARPS,
-                **self._options,
+                BB=next_power_of_2(self._sums.shape[2]), MOST=MOST_SHIFT, BARRED=self._barred, SEQUENCES=sequences,
+                num_warps=_BINARY_WARPS, **self._options,
             )  # fmt: skip
             return
         if self.stage1 == "product":
@@ -261,7 +272,7 @@ class GpuSearch:
             warps = _DOT_WARPS if capability(self._total.device) < _BLACKWELL else 2
             padded = max(8, next_power_of_2(width))
             offset, shift, top = self._scale
-            product_kernel[(tiles, len(pairs))](
+            product_kernel[grid](
                 codes.signs, codes.signs if codes.norms is None else codes.norms, codes.weights, tables.blocks,
                 self._zeros, barred, self._rotated, self._shifts, self._sums, *written,
                 PRODUCT_RMS * self._dim**0.5, float(PRODUCT_RMS * self._dim), *sizes, self._spans, *places,
@@ -271,27 +282,28 @@ class GpuSearch:
                 FIELDS=self._stride, BINS=self._bins, OFFSET=offset, SHIFT=shift, TOP=top,
                 NATIVE=not INTERPRETED, NORMS=codes.norms is not None, UNIT=UNIT, PEAK=PRODUCT_PEAK,
                 CENTRED=self._centred, SPAN=SPAN, BR=self._block, BB=next_power_of_2(self._sums.shape[2]),
-                MOST=MOST_SHIFT, BARRED=self._barred, num_warps=warps, **self._options,
+                MOST=MOST_SHIFT, BARRED=self._barred, SEQUENCES=sequences, num_warps=warps, **self._options,
             )  # fmt: skip
             return
         read = 4 if width % 4 == 0 else 1
         words = width // read
-        collision_kernel[(tiles, len(pairs))](
+        collision_kernel[grid](
             codes.signs.view(torch.int32) if read == 4 else codes.signs, codes.weights, tables.blocks, self._zeros,
             barred, self._tables, *written, *sizes, *places,
             BLOCK=size, S=width, READ=read, NW=words, BW=next_power_of_2(words), WORDS=self._words, LANES=self._lanes,
             T=tile, SUB=each, HAS_BARRED=tables.barred is not None, FIELDS=self._stride, BINS=self._bins,
-            BARRED=self._barred, num_warps=4, **self._options,
+            BARRED=self._barred, SEQUENCES=sequences, num_warps=4, **self._options,
         )  # fmt: skip
 
     def compact(self, tables: Tables, plan: Tensor, fire: Tensor, pairs: range | None = None, among: int | None = None) -> None:
         """Writes the ids of the candidates. among: as in `launch`."""
         pairs, among = pairs or self.pairs, among or len(self.pairs)
         tile, each, tiles = self._tiling(among)
-        compact_kernel[(tiles, len(pairs))](
+        grid, sequences = self._walk(tiles, pairs)
+        compact_kernel[grid](
             plan, fire, self._scores.view(torch.int32), self._reach, self._total, self._ids, self._heads,
-            pairs.start, self.tokens, tiles, self._room,
-            T=tile, SUB=each, BT=next_power_of_2(tiles), FIELDS=self._stride, BINS=self._bins,
+            pairs.start, len(pairs), self.tokens, tiles, self._room,
+            T=tile, SUB=each, BT=next_power_of_2(tiles), FIELDS=self._stride, BINS=self._bins, SEQUENCES=sequences,
             num_warps=1 if tiles * among >= _MANY else _COMPACT_WARPS, **self._options,
         )  # fmt: skip
 
@@ -300,15 +312,16 @@ class GpuSearch:
         unit, pairs = self._unit, pairs or self.pairs
         words = torch.int32 if unit == 4 else torch.uint8
         codes, weights = tables.codes, tables.codes.weights
-        rerank_kernel[(self._parts, len(pairs))](
+        grid, sequences = self._walk(self._parts, pairs)
+        rerank_kernel[grid](
             codes.signs.view(words), codes.magnitudes.view(words),
             weights.view(words) if weights.dtype == torch.uint8 else weights, tables.blocks, self._levels, self._rotated, plan,
             fire, self._ids, self._estimates, self._peak, self._mass, self._shifts, scaling, self._heads,
-            pairs.start, self._room, self._parts, self._blocks // unit, self._spans, *tables.places,
+            pairs.start, len(pairs), self._room, self._parts, self._blocks // unit, self._spans, *tables.places,
             BLOCK=tables.block_size, D=self._dim, S=self._blocks, U=unit, BU=next_power_of_2(self._blocks // unit),
             LANES=self._lanes, BL=next_power_of_2(self._lanes), R=self._reranked, FIELDS=self._stride,
             LARGEST=self.mode in ("max", "mean_q"), SOFTMAX="softmax" in self.mode, CENTRED=self._centred, SPAN=SPAN,
-            num_warps=_RERANK_WARPS, **self._options,
+            SEQUENCES=sequences, num_warps=_RERANK_WARPS, **self._options,
         )  # fmt: skip
 
     def pick(self, plan: Tensor, fire: Tensor, scaling: float, pairs: range | None = None) -> None:

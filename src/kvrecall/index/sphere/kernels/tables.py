@@ -98,8 +98,9 @@ def rotate_kernel(p_queries, p_maps, p_means, p_cos, p_sin, p_plan, p_fire, p_ro
     rotation. MAPS: heads with maps; HEADS is smaller if each is searched as a sequence of its own. One program per head clears
     the histogram of the scores. It also copies zero_norms int32 `[b, OWN_HEADS]`, of stride ZEROS between sequences, to zeros
     `[bh]`: a step beside this search may set the former while a scan runs, whose threads must all see the same. Programs after
-    the first PIECES are for centred keys: each writes the products of the queries with BR centres, shifts `[BH, LANES, SPANS]`,
-    and the sums of these and of their squares, `[BH, LANES, ceil(SPANS / BR), 2]`, for TOGETHER heads of a sequence.
+    the first PIECES are for centred keys: they write the products of the queries with BR centres at a time, shifts
+    `[BH, LANES, SPANS]`, and the sums of these and of their squares, `[BH, LANES, ceil(SPANS / BR), 2]`, for TOGETHER heads of
+    a sequence.
     """
     i_bh, i_p = START + tl.program_id(0), tl.program_id(1)
     if i_p < PIECES:
@@ -120,13 +121,14 @@ def rotate_kernel(p_queries, p_maps, p_means, p_cos, p_sin, p_plan, p_fire, p_ro
     else:
         begin(PDL)
         i_turn = tl.program_id(0) % TOGETHER
-        i_block = (i_p - PIECES) * TOGETHER + i_turn
         spans = tl.cdiv(tl.load(p_plan + i_bh // HEADS * FIELDS), SPAN)
-        if (tl.load(p_fire + i_bh // HEADS) != 0) & (i_block * BR < spans):
-            write_shifts(
-                p_queries, p_means, MEANS, p_cos, p_sin, p_shifts, p_sums, i_bh - i_turn, i_block, spans, SPANS, MAPS, D, BD,
-                BK, G, LANES, TOGETHER, BN, PAIRS, BR, STAGES, MEAN,
-            )  # fmt: skip
+        if tl.load(p_fire + i_bh // HEADS) != 0:
+            for i_block in range((i_p - PIECES) * TOGETHER + i_turn, tl.cdiv(spans, BR),
+                                 (tl.num_programs(1) - PIECES) * TOGETHER):  # fmt: skip
+                write_shifts(
+                    p_queries, p_means, MEANS, p_cos, p_sin, p_shifts, p_sums, i_bh - i_turn, i_block, spans, SPANS, MAPS, D,
+                    BD, BK, G, LANES, TOGETHER, BN, PAIRS, BR, STAGES, MEAN,
+                )  # fmt: skip
     end(PDL)
 
 
