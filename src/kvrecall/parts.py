@@ -18,9 +18,9 @@ from kvrecall.core.typed_fields import TypedFields
 _PARTS: dict[str, dict[str, tuple[str, str]]] = {
     "index": {
         "sphere": ("kvrecall.index.sphere", "SphereConfig"),
-        "pages": ("kvrecall.index.pages", "PageConfig"),
+        "pages": ("kvrecall.index.units.pages", "PageConfig"),
         "query-centroids": ("kvrecall.index.query_centroids", "CentroidConfig"),
-        "clusters": ("kvrecall.index.clusters", "ClusterConfig"),
+        "clusters": ("kvrecall.index.units.clusters", "ClusterConfig"),
         "exact": ("kvrecall.index.exact", "ExactConfig"),
         "product": ("kvrecall.baselines.pqcache", "ProductConfig"),
         "soft-hash": ("kvrecall.baselines.socket", "SoftHashConfig"),

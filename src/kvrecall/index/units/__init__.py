@@ -20,11 +20,12 @@ from kvrecall.core.archive import Archive
 from kvrecall.core.launch import kernels_available
 from kvrecall.core.structs import Budget, Selection, lasting_tensors
 from kvrecall.index.base import Index, IndexConfig, LayerShape, stack_selections
+from kvrecall.index.units.plan import UnitKind, plan_row
 from kvrecall.select.gqa import reduce_scores, search_queries
 from kvrecall.select.topk import union_rows
 
 if TYPE_CHECKING:
-    from kvrecall.index.unit_kernels.search import GpuUnitSearch, UnitKind
+    from kvrecall.index.units.search import GpuUnitSearch
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,10 @@ class UnitIndex(Index):
         """The searchable units of one sequence, without excluded tokens."""
 
     @abstractmethod
+    def move(self, sequence: int, units: Units) -> None:
+        """Uses the same units in other memory."""
+
+    @abstractmethod
     def score(self, queries: Tensor, units: Units, scaling: float) -> Tensor:
         """Scores fp32 `[H_kv, G', U]` of queries fp32 `[H_kv, G', D]`; a score times `scaling` is a logit."""
 
@@ -127,7 +132,7 @@ class UnitIndex(Index):
     def gpu_search(self, queries: Tensor, top_k: int, sequences: list[int]) -> tuple[GpuUnitSearch, Tensor, Tensor]:
         """(scratch, plan, flags) of a search for queries `[len(sequences), H_q, D]`. Synchronises only if units have changed
         since the last search."""
-        from kvrecall.index.unit_kernels import search as kernels
+        from kvrecall.index.units.search import GpuUnitSearch
 
         searched = [self.units(b) for b in sequences]
         reps = searched[0].reps
@@ -136,7 +141,7 @@ class UnitIndex(Index):
             # With room to grow, so that a repeated or captured search need not be allocated again for every new page.
             sizes = (len(self.lengths), self._kv_heads, queries.shape[1] // self._kv_heads, queries.shape[2])
             with lasting_tensors():
-                gpu = kernels.GpuUnitSearch(*sizes, self.gqa, self.kind, top_k, most * 9 // 8, reps)
+                gpu = GpuUnitSearch(*sizes, self.gqa, self.kind, top_k, most * 9 // 8, reps)
             self._gpu, self._planned = gpu, None
         planned = self._planned
         if (
@@ -145,7 +150,7 @@ class UnitIndex(Index):
             or any(a is not b for a, b in zip(planned[0], searched, strict=True))
         ):
             pairs = zip(searched, gpu.scores, strict=False)
-            rows = [kernels.plan_row(units.reps, units.members, units.offsets, scores) for units, scores in pairs]
+            rows = [plan_row(units.reps, units.members, units.offsets, scores) for units, scores in pairs]
             with lasting_tensors():
                 plan = torch.tensor(rows, dtype=torch.int64, device=reps.device)
                 fire = torch.ones(len(rows), dtype=torch.int32, device=reps.device)
@@ -203,9 +208,9 @@ def inner_products(queries: Tensor, reps: Tensor) -> Tensor:
     Summed in float64 and rounded, so that equal units have equal scores at every place and on every device.
     """
     if reps.device.type == "cpu" and _have_numba():
-        from kvrecall.index import units_cpu
+        from kvrecall.index.units import cpu
 
-        return units_cpu.inner_products(queries, reps)
+        return cpu.inner_products(queries, reps)
     return (queries.double() @ reps.double().transpose(-1, -2)).float()
 
 
@@ -228,9 +233,9 @@ def fill_budget(ranked: Tensor, units: Units, top_k: int) -> Tensor:
 
 def _fill(ranked: Tensor, units: Units, top_k: int) -> Tensor:
     if ranked.device.type == "cpu" and _have_numba():
-        from kvrecall.index import units_cpu
+        from kvrecall.index.units import cpu
 
-        return units_cpu.fill_budget(ranked, units, top_k)
+        return cpu.fill_budget(ranked, units.members, units.offsets, top_k)
     return fill_budget(ranked, units, top_k)
 
 
