@@ -17,7 +17,8 @@ from benchmarks.gpu_layer import SHAPES
 from benchmarks.gpu_ops import Op, layers_for
 from kvrecall.index.units import Units, fill_budget, inner_products
 from kvrecall.index.units.pages import volume_scores
-from kvrecall.index.units.search import GpuUnitSearch, UnitKind, plan_row
+from kvrecall.index.units.plan import UnitKind, plan_row
+from kvrecall.index.units.search import GpuUnitSearch
 from kvrecall.select.gqa import reduce_scores
 
 PAGE_TOKENS, CLUSTER_TOKENS = 32, 16

@@ -16,8 +16,7 @@ from kvrecall.baselines.socket import SoftHashConfig
 from kvrecall.baselines.twilight import TopP
 from kvrecall.core.errors import CompositionError, ParameterError, UnknownNameError
 from kvrecall.fetch import Direct, Staged
-from kvrecall.index.exact import ExactConfig
-from kvrecall.index.nothing import NothingConfig
+from kvrecall.index.exact import ExactConfig, NothingConfig
 from kvrecall.index.query_centroids import CentroidConfig
 from kvrecall.index.sphere import SphereConfig
 from kvrecall.index.units.clusters import ClusterConfig

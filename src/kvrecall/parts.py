@@ -28,7 +28,7 @@ _PARTS: dict[str, dict[str, tuple[str, str]]] = {
         "milestones": ("kvrecall.baselines.raas.index", "MilestoneConfig"),
         "estimating-clusters": ("kvrecall.baselines.retroinfer.index", "EstimatingConfig"),
         "hash-sampling": ("kvrecall.baselines.magicpig", "SamplingConfig"),
-        "nothing": ("kvrecall.index.nothing", "NothingConfig"),
+        "nothing": ("kvrecall.index.exact", "NothingConfig"),
     },
     "trigger": {
         "every-step": ("kvrecall.trigger", "EveryStep"),
