@@ -11,9 +11,9 @@ from threading import RLock
 import torch
 from torch import Tensor
 
+from kvrecall.cache.copies import Pending, send
 from kvrecall.cache.device_memory import DeviceRegion, free_device_bytes, region, room_for_rows, total_bytes
 from kvrecall.cache.host_memory import Region, available_host_bytes, total_host_bytes
-from kvrecall.cache.transfer import Pending, send
 from kvrecall.core.errors import DeviceError, HostMemoryError
 from kvrecall.core.fp8 import SmallRows, StoredRows, block_nbytes, block_of, numbers_of, quantised, scales_of, wide
 from kvrecall.core.launch import cdiv

@@ -18,10 +18,9 @@ from torch import Tensor
 
 from kvrecall.cache.block_rows import BlockRows
 from kvrecall.cache.blocks import BlockPool, BlockTable, block_tables, stacked, stacked_blocks
+from kvrecall.cache.copies import Taken, bring, prefetch_pieces
 from kvrecall.cache.device_pool import DevicePool
 from kvrecall.cache.host_memory import sent_integers
-from kvrecall.cache.prefetch import Taken, prefetch_pieces
-from kvrecall.cache.transfer import bring
 from kvrecall.cache.zone_rows import ZoneRows
 from kvrecall.cache.zones import ZoneLengths, ZoneSizes
 from kvrecall.core.fp8 import StoredRows, as_stored, wide

@@ -18,7 +18,7 @@ from typing import Self, cast
 import torch
 from torch import Tensor
 
-from kvrecall.cache.prefetch import zone_rows
+from kvrecall.cache.copies import zone_rows
 from kvrecall.cache.slot_zones import DeviceZones, SlotZones
 from kvrecall.cache.zones import ZoneLengths
 from kvrecall.core.archive import Archive

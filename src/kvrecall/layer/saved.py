@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kvrecall.core.archive import Archive
 from kvrecall.core.structs import HeldSelection, Rows
+from kvrecall.layer.history import mend
 from kvrecall.layer.state import LayerState
-from kvrecall.layer.undo import mend
 
 _ESTIMATED = torch.bfloat16, torch.float16, torch.float32
 

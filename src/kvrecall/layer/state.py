@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -21,9 +21,8 @@ from kvrecall.fetch import Fetched, fetch_rows
 from kvrecall.fetch.in_place import RowTables
 from kvrecall.index.base import LayerShape, stack_selections
 from kvrecall.layer.counters import Counters
+from kvrecall.layer.history import LastSteps, Reversible, all_of_it, mend
 from kvrecall.layer.non_finite import NonFinite
-from kvrecall.layer.rewind import LastSteps
-from kvrecall.layer.undo import Mark, all_of_it, mend
 from kvrecall.methods.base import Method
 from kvrecall.select.queries import ObservedQueries, QueryLog
 from kvrecall.static.choice import Observation, StaticSet
@@ -31,7 +30,7 @@ from kvrecall.static.sets import StaticRefresh, StaticSets
 from kvrecall.trigger.segments import SegmentLog
 
 
-class LayerState:
+class LayerState(Reversible):
     """State of one layer under one method. `layer` is its number in the model."""
 
     def __init__(
@@ -42,6 +41,7 @@ class LayerState:
         tables: block tables of the sequences, which the layers of a cache share; None: of this layer alone. rows_on_device:
         whether rows of the retrieval zone are to lie on the device as long as it has room for them; None: where the layer
         searches nothing, and the device has memory of its own."""
+        super().__init__()
         self.layer, self.shape, self._observe = layer, shape, observe_queries
         size = shape.sequences, shape.kv_heads, shape.head_dim
         near = self._belongs_near(method) if rows_on_device is None else rows_on_device
@@ -55,12 +55,6 @@ class LayerState:
         """Called with (queries, budget, sequences) right before each search; for evaluation."""
         self.non_finite = NonFinite(layer, shape.sequences, shape.device)
         """Which sequences were given a key or value that is not finite."""
-        self.half_built = False
-        """Whether an error has struck while tables of the index were written."""
-        self.mark: Mark | None = None
-        """While the layer is changed, what to go back to; see `layer/undo.py`."""
-        self.last_steps = LastSteps()
-        """The decode steps of the last call, as far as a crop can undo them."""
         self._adopt(method)
 
     def _belongs_near(self, method: Method) -> bool:
@@ -314,13 +308,6 @@ class LayerState:
                 log.truncate(sequence, self.store.zones(sequence).total)
         self.held.pop(sequence, None)
         self.fetched.pop(sequence, None)
-
-    @contextmanager
-    def building_index(self) -> Iterator[None]:
-        """Marks the layer as torn while an error inside is not undone."""
-        before, self.half_built = self.half_built, True
-        yield
-        self.half_built = before
 
     def select(self, sequences: list[int], tables: list[BlockTable] | None = None) -> LayerState:
         """A new state whose sequence i is this one's `sequences[i]`. The two share nothing that either may change.

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvrecall.cache.prefetch import zone_rows
+from kvrecall.cache.copies import zone_rows
 from kvrecall.core.archive import Archive
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.structs import Budget, Rows, Selection

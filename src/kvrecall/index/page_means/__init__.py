@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.cache.blocks import block_size_on
-from kvrecall.cache.prefetch import prefetch_pieces
+from kvrecall.cache.copies import prefetch_pieces
 from kvrecall.cache.slot_zones import SlotZones
 from kvrecall.cache.zones import ZoneLengths
 from kvrecall.core.archive import Archive

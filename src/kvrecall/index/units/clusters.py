@@ -20,7 +20,7 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor
 
-from kvrecall.cache.prefetch import zone_rows
+from kvrecall.cache.copies import zone_rows
 from kvrecall.cache.slot_zones import DeviceZones
 from kvrecall.cache.zones import ZoneLengths
 from kvrecall.core.archive import Archive
