@@ -7,19 +7,18 @@ full. Of the last unit only the lowest positions are selected. Ties go to the lo
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from kvrecall.core.archive import Archive
-from kvrecall.core.launch import kernels_available
+from kvrecall.core.launch import have_numba, kernels_available
 from kvrecall.core.structs import Budget, Selection, lasting_tensors
-from kvrecall.index.base import Index, IndexConfig, LayerShape, stack_selections
+from kvrecall.index.base import Index, IndexConfig, LayerShape, RowSource, stack_selections
 from kvrecall.index.units.plan import UnitKind, plan_row
 from kvrecall.select.gqa import reduce_scores, search_queries
 from kvrecall.select.topk import union_rows
@@ -102,9 +101,14 @@ class UnitIndex(Index):
     def __init__(self, shape: LayerShape, config: IndexConfig) -> None:
         self._kv_heads, self.gqa = shape.kv_heads, config.gqa
         """gqa: how the query heads of a group share a search."""
+        self._excluded: list[Tensor | None] = [None] * shape.sequences
+        self._sources: Sequence[RowSource] = ()
         self._kernels = kernels_available(shape.device)
         self._gpu: GpuUnitSearch | None = None  # scratch of the last search on a GPU
         self._planned: tuple[list[Units], Tensor, Tensor] | None = None  # units, plan and flags of the last search
+
+    def bind(self, sources: Sequence[RowSource]) -> None:
+        self._sources = sources
 
     @property
     @abstractmethod
@@ -207,7 +211,7 @@ def inner_products(queries: Tensor, reps: Tensor) -> Tensor:
 
     Summed in float64 and rounded, so that equal units have equal scores at every place and on every device.
     """
-    if reps.device.type == "cpu" and _have_numba():
+    if reps.device.type == "cpu" and have_numba():
         from kvrecall.index.units import cpu
 
         return cpu.inner_products(queries, reps)
@@ -232,13 +236,8 @@ def fill_budget(ranked: Tensor, units: Units, top_k: int) -> Tensor:
 
 
 def _fill(ranked: Tensor, units: Units, top_k: int) -> Tensor:
-    if ranked.device.type == "cpu" and _have_numba():
+    if ranked.device.type == "cpu" and have_numba():
         from kvrecall.index.units import cpu
 
         return cpu.fill_budget(ranked, units.members, units.offsets, top_k)
     return fill_budget(ranked, units, top_k)
-
-
-@cache
-def _have_numba() -> bool:
-    return find_spec("numba") is not None

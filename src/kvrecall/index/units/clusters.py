@@ -12,7 +12,7 @@ k-means is deterministic: spherical with centring here and in RetroInfer, by dis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar, cast
@@ -26,7 +26,7 @@ from kvrecall.cache.zones import ZoneLengths
 from kvrecall.core.archive import Archive
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.launch import next_power_of_2
-from kvrecall.index.base import Captured, Index, IndexConfig, LayerShape, RowSource
+from kvrecall.index.base import Captured, Index, IndexConfig, LayerShape
 from kvrecall.index.step import SlotSpec, SlotStep, end_arguments
 from kvrecall.index.tokens import archive_excluded
 from kvrecall.index.units import UnitIndex, Units, archive_units, inner_products
@@ -90,8 +90,6 @@ class ClusterIndex(UnitIndex):
         self._borders: list[tuple[tuple[int, int], ...]] = [()] * shape.sequences  # (tokens, units) at each end
         self._open = [0] * shape.sequences  # tokens of the unfinished stretch
         self._units: list[Units | None] = [None] * shape.sequences  # all units without excluded tokens; computed when needed
-        self._excluded: list[Tensor | None] = [None] * shape.sequences
-        self._sources: Sequence[RowSource] = ()
 
     @property
     def lengths(self) -> list[int]:  # type: ignore[override]
@@ -101,9 +99,6 @@ class ClusterIndex(UnitIndex):
     def nbytes(self) -> int:
         held = {id(x): x.nbytes for x in (*self._units, *self._closed) if x and x.members.shape[1]}
         return sum(held.values())
-
-    def bind(self, sources: Sequence[RowSource]) -> None:
-        self._sources = sources
 
     def append(self, sequence: int, keys: Tensor) -> None:
         self._units[sequence] = None

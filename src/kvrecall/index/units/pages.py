@@ -14,7 +14,6 @@ rows that are moved.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, cast
 
@@ -26,7 +25,7 @@ from kvrecall.core.archive import Archive
 from kvrecall.core.errors import ParameterError, UnknownNameError
 from kvrecall.core.launch import cdiv, next_power_of_2
 from kvrecall.core.pieces import Work, finished, stretches
-from kvrecall.index.base import Captured, Index, IndexConfig, LayerShape, RowSource
+from kvrecall.index.base import Captured, Index, IndexConfig, LayerShape
 from kvrecall.index.step import SlotSpec, SlotStep, end_arguments
 from kvrecall.index.tokens import archive_excluded
 from kvrecall.index.units import GrowingUnits, UnitIndex, Units, archive_units, inner_products
@@ -86,11 +85,9 @@ class PageIndex(UnitIndex):
         super().__init__(shape, config)
         self._shape, self.config = shape, config
         self._units = [self._units_of_none()] * shape.sequences
-        self._excluded: list[Tensor | None] = [None] * shape.sequences
         self._counts = [0] * shape.sequences
         self.tails = [torch.empty(shape.kv_heads, 0, shape.head_dim, dtype=shape.dtype, device=shape.device)] * shape.sequences
         """Keys `[H_kv, n, D]` of each sequence's partly filled last page."""
-        self._sources: Sequence[RowSource] = ()
 
     @property
     def lengths(self) -> list[int]:  # type: ignore[override]
@@ -99,9 +96,6 @@ class PageIndex(UnitIndex):
     @property
     def nbytes(self) -> int:
         return sum(u.nbytes for u in self._units) + sum(t.numel() * t.element_size() for t in self.tails)
-
-    def bind(self, sources: Sequence[RowSource]) -> None:
-        self._sources = sources
 
     def append(self, sequence: int, keys: Tensor) -> None:
         """The last page may be partial: its keys are kept, and its volume is computed anew when more arrive."""
