@@ -15,9 +15,10 @@ import torch
 from benchmarks.checks import require
 from benchmarks.gpu_layer import SHAPES
 from benchmarks.gpu_ops import Op, layers_for
-from kvrecall.index.pages import volume_scores
-from kvrecall.index.unit_kernels.search import GpuUnitSearch, UnitKind, plan_row
 from kvrecall.index.units import Units, fill_budget, inner_products
+from kvrecall.index.units.pages import volume_scores
+from kvrecall.index.units.plan import UnitKind, plan_row
+from kvrecall.index.units.search import GpuUnitSearch
 from kvrecall.select.gqa import reduce_scores
 
 PAGE_TOKENS, CLUSTER_TOKENS = 32, 16

@@ -27,8 +27,7 @@ from torch import Tensor
 from kvrecall.index.base import Captured, IndexConfig, LayerShape, RowSource
 from kvrecall.index.step import SlotSpec
 from kvrecall.index.table import TokenTable
-from kvrecall.index.token_step import TokenStep
-from kvrecall.index.tokens import TokenIndex
+from kvrecall.index.tokens import TokenIndex, TokenStep
 from kvrecall.methods.base import Method
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import kvrecall
 from kvrecall import methods, parts
 from kvrecall.core.errors import KVRecallError
-from kvrecall.methods.compose import PLACES
+from kvrecall.methods.base import PLACES
 from kvrecall.select.gqa import GQA_MODES
 
 PAGE = Path(__file__).parent.parent / "docs" / "methods" / "composition.md"

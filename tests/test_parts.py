@@ -16,12 +16,11 @@ from kvrecall.baselines.socket import SoftHashConfig
 from kvrecall.baselines.twilight import TopP
 from kvrecall.core.errors import CompositionError, ParameterError, UnknownNameError
 from kvrecall.fetch import Direct, Staged
-from kvrecall.index.clusters import ClusterConfig
-from kvrecall.index.exact import ExactConfig
-from kvrecall.index.nothing import NothingConfig
-from kvrecall.index.pages import PageConfig
+from kvrecall.index.exact import ExactConfig, NothingConfig
 from kvrecall.index.query_centroids import CentroidConfig
 from kvrecall.index.sphere import SphereConfig
+from kvrecall.index.units.clusters import ClusterConfig
+from kvrecall.index.units.pages import PageConfig
 from kvrecall.layer.pipeline import decode_step, prefill_layer
 from kvrecall.static.choice import ObservationWindow
 from kvrecall.trigger import EveryStep, FixedStride, SemanticBoundary

@@ -18,9 +18,9 @@ from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.cache.blocks import BlockPool, block_size_on
 from kvrecall.cache.host_memory import Region
 from kvrecall.core import errors
+from kvrecall.layer.history import all_of_it, mend
 from kvrecall.layer.pipeline import decode_step, prefill_layer
 from kvrecall.layer.state import LayerState
-from kvrecall.layer.undo import all_of_it, mend
 from tests.backends.models import tiny
 from tests.blocks import small_blocks
 from tests.one_layer import ZONES, layer, params

@@ -13,14 +13,15 @@ from importlib import import_module
 from typing import Any, ClassVar
 
 from kvrecall.core.errors import ParameterError, UnknownNameError
+from kvrecall.core.texts import split_at_commas
 from kvrecall.core.typed_fields import TypedFields
 
 _PARTS: dict[str, dict[str, tuple[str, str]]] = {
     "index": {
         "sphere": ("kvrecall.index.sphere", "SphereConfig"),
-        "pages": ("kvrecall.index.pages", "PageConfig"),
+        "pages": ("kvrecall.index.units.pages", "PageConfig"),
         "query-centroids": ("kvrecall.index.query_centroids", "CentroidConfig"),
-        "clusters": ("kvrecall.index.clusters", "ClusterConfig"),
+        "clusters": ("kvrecall.index.units.clusters", "ClusterConfig"),
         "exact": ("kvrecall.index.exact", "ExactConfig"),
         "product": ("kvrecall.baselines.pqcache", "ProductConfig"),
         "soft-hash": ("kvrecall.baselines.socket", "SoftHashConfig"),
@@ -28,7 +29,7 @@ _PARTS: dict[str, dict[str, tuple[str, str]]] = {
         "milestones": ("kvrecall.baselines.raas.index", "MilestoneConfig"),
         "estimating-clusters": ("kvrecall.baselines.retroinfer.index", "EstimatingConfig"),
         "hash-sampling": ("kvrecall.baselines.magicpig", "SamplingConfig"),
-        "nothing": ("kvrecall.index.nothing", "NothingConfig"),
+        "nothing": ("kvrecall.index.exact", "NothingConfig"),
     },
     "trigger": {
         "every-step": ("kvrecall.trigger", "EveryStep"),
@@ -82,7 +83,7 @@ def get(role: str, given: Any) -> Any:
     chosen = part_class(role, name)
     known = [f.name for f in fields(chosen)]
     params = {}
-    for setting in filter(None, _split(settings)):
+    for setting in filter(None, split_at_commas(settings)):
         key, equals, value = setting.partition("=")
         if not equals:
             raise ParameterError(role, f"{name}:key=value,…", given, f"Its parameters are {', '.join(known)}.")
@@ -105,18 +106,6 @@ def __getattr__(attribute: str) -> Any:
             if class_name == attribute:
                 return part_class(role, name)
     raise AttributeError(f"module 'kvrecall.parts' has no attribute {attribute!r}")
-
-
-def _split(settings: str) -> list[str]:
-    """Splits at commas outside brackets."""
-    found, depth = [""], 0
-    for letter in settings:
-        depth += {"[": 1, "]": -1}.get(letter, 0)
-        if letter == "," and not depth:
-            found.append("")
-        else:
-            found[-1] += letter
-    return found
 
 
 def _value(text: str) -> Any:

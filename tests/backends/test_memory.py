@@ -18,8 +18,8 @@ from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.cache.host_memory import Region
 from kvrecall.core.errors import DeviceMemoryError, HostMemoryError
 from kvrecall.index.exact import ExactIndex
-from kvrecall.index.pages import PageIndex
 from kvrecall.index.sphere import SphereIndex
+from kvrecall.index.units.pages import PageIndex
 from tests.backends.models import tiny
 from tests.blocks import small_blocks
 

@@ -181,8 +181,8 @@ def test_a_pass_that_nothing_could_undo_is_undone_by_the_next_one(model: Any, mo
         for each in (cache, plain):
             model(ids(60, 1), **cache_argument(each))
         with monkeypatch.context() as patch:
-            patch.setattr("kvrecall.layer.undo.commit", stop)
-            patch.setattr("kvrecall.layer.undo.undo", stop)
+            patch.setattr("kvrecall.layer.history.commit", stop)
+            patch.setattr("kvrecall.layer.history.undo", stop)
             with pytest.raises(Stop):
                 model(ids(9, 2), **cache_argument(cache))
         assert cache.layers[0].state.mark is not None

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from kvrecall import RetrievalCache
-from kvrecall.cache.session_index import read_index
+from kvrecall.cache.session_folder import read_index
 from kvrecall.core.errors import KVRecallError, SessionError
 from tests.backends.models import tiny
 from tests.backends.test_sessions import decode, feed, method_of, tokens

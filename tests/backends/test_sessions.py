@@ -14,7 +14,7 @@ import kvrecall
 from kvrecall import RetrievalCache, attach
 from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.backends.transformers.session import read_info
-from kvrecall.cache.session_index import read_index
+from kvrecall.cache.session_folder import read_index
 from kvrecall.core.errors import SessionError
 from kvrecall.methods import Method, registry
 from tests.backends.models import tiny

@@ -11,7 +11,7 @@ import torch
 from kvrecall import methods
 from kvrecall.baselines.retroinfer.index import EstimatingIndex
 from kvrecall.core.errors import CompositionError, ParameterError
-from kvrecall.index.clusters.kmeans import cluster
+from kvrecall.index.units.clusters import cluster
 from kvrecall.methods import Method
 from tests.baselines.course import Course, shared, weighted
 from tests.baselines.small import small

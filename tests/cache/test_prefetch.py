@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvrecall.cache import prefetch
-from kvrecall.cache.prefetch import prefetch_pieces, read_keys
+from kvrecall.cache import copies
+from kvrecall.cache.copies import prefetch_pieces, read_keys
 from kvrecall.cache.zone_rows import ZoneRows
 from tests.blocks import fork, zone_of
 from tests.strategies import gaussian
@@ -31,7 +31,7 @@ def pool_of(rows: torch.Tensor, pin: bool) -> ZoneRows:
 def test_all_rows_in_order(
     start: int, stop: int, size: int, dtype: torch.dtype, places_bytes: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefetch, "_PLACES_BYTES", places_bytes)
+    monkeypatch.setattr(copies, "_PLACES_BYTES", places_bytes)
     rows = gaussian(1, 2, 340, 64).unflatten(1, (170, 2)).to(dtype)
     pool = pool_of(rows, device == "cuda")
     with prefetch_pieces(pool, start, stop, size, torch.device(device), torch.clone) as pieces:

@@ -417,7 +417,7 @@ for turn in range(40):
 
 
 def test_sizes_of_the_limit(cli: Cli) -> None:
-    from kvrecall.core.counts import byte_count
+    from kvrecall.core.texts import byte_count
 
     given = {"0": 0, "1024": 1024, "2k": 2048, "3MiB": 3 << 20, "1g": 1 << 30, "1T": 1 << 40}
     assert {text: byte_count(text, "x") for text in given} == given

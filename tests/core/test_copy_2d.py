@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvrecall.cache.prefetch import copy_heads
+from kvrecall.cache.copies import copy_heads
 from kvrecall.core import cuda
 from kvrecall.core.fp8 import SmallRows, quantised
 from tests.strategies import SEEDS, examples, gaussian

@@ -16,7 +16,7 @@ import kvrecall
 from kvrecall import engine
 from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.backends.transformers.families import context_limit
-from kvrecall.cache.session_index import read_index, write_index
+from kvrecall.cache.session_folder import read_index, write_index
 from kvrecall.core import errors
 from kvrecall.core.private_folder import PrivateFolder
 from kvrecall.engine.document import Document

@@ -29,7 +29,8 @@ UNIT_CASES = [
 def test_search_over_units(
     dim: int, group: int, mode: str, dtype: torch.dtype, units: int, capability: int, launches: dict[str, Any]
 ) -> None:
-    from kvrecall.index.unit_kernels.search import GpuUnitSearch, UnitKind, plan_row
+    from kvrecall.index.units.plan import UnitKind, plan_row
+    from kvrecall.index.units.search import GpuUnitSearch
 
     volume, like = units > 200, torch.zeros(1, dtype=dtype)
     kind = UnitKind(volume, sized=not volume, ordered=volume, least_tokens=32 if volume else 1)

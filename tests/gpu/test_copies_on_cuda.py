@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvrecall.cache.prefetch import copy_heads, prefetch_pieces
-from kvrecall.cache.transfer import bring
+from kvrecall.cache.copies import bring, copy_heads, prefetch_pieces
 from kvrecall.core import cuda
 from kvrecall.core.fp8 import SmallRows, as_stored
 from kvrecall.core.launch import cdiv

@@ -11,8 +11,7 @@ import torch
 import kvrecall
 from kvrecall import RetrievalCache, engine
 from kvrecall.attend import attend_rows, reference
-from kvrecall.cache.prefetch import prefetch_pieces, read_keys
-from kvrecall.cache.transfer import bring
+from kvrecall.cache.copies import bring, prefetch_pieces, read_keys
 from kvrecall.core.fp8 import SmallRows, as_stored, quantised
 from kvrecall.core.structs import HostRows, Rows
 from kvrecall.fetch import Direct, Staged, fetch_rows

@@ -16,8 +16,8 @@ import kvrecall
 from kvrecall import engine
 from kvrecall.attend import attend_rows, reference
 from kvrecall.cache import host_memory
+from kvrecall.cache.copies import bring
 from kvrecall.cache.host_memory import Region
-from kvrecall.cache.transfer import bring
 from kvrecall.cache.zones import ZoneSizes
 from kvrecall.core import cuda
 from kvrecall.core.errors import DeviceMemoryError

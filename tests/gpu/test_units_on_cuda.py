@@ -13,10 +13,10 @@ from torch import Tensor
 import kvrecall
 from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.base import LayerShape
-from kvrecall.index.clusters import ClusterConfig
-from kvrecall.index.pages import PageConfig
 from kvrecall.index.query_centroids import CentroidConfig
 from kvrecall.index.units import UnitIndex
+from kvrecall.index.units.clusters import ClusterConfig
+from kvrecall.index.units.pages import PageConfig
 from kvrecall.layer.pipeline import decode_step, prefill_layer
 from kvrecall.layer.state import LayerState
 from kvrecall.select.queries import ObservedQueries

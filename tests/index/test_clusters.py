@@ -15,8 +15,8 @@ from torch import Tensor
 import kvrecall
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.structs import Budget
-from kvrecall.index.clusters import ClusterConfig, ClusterIndex
 from kvrecall.index.units import Units
+from kvrecall.index.units.clusters import ClusterConfig, ClusterIndex
 from kvrecall.layer.state import LayerState
 from tests.index.test_kmeans import naive_cluster
 from tests.one_layer import ZONES, index_keys, layer

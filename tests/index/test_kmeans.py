@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrecall.index.clusters.kmeans import cluster
+from kvrecall.index.units.clusters import cluster
 from tests.strategies import SEEDS, examples, gaussian
 
 

@@ -45,7 +45,7 @@ def test_any_course_equals_a_list(kind: Any, steps: list[tuple[int, str, int]]) 
     with pytest.MonkeyPatch.context() as patch:
         small_blocks(patch)
         poison(patch)
-        patch.setattr("kvrecall.cache.block_bytes._SLAB_BYTES", 1)
+        patch.setattr("kvrecall.cache.block_rows._SLAB_BYTES", 1)
         first = SequenceRows(3, 2, 3, torch.float32, CPU) if kind == "own" else token_table(3, page=kind)
         every, stamp = [(first, [torch.empty(2, 0, 3) for _ in range(3)])], 0
         for b, what, count in steps:
@@ -148,7 +148,7 @@ def bound(sequences: int, page: int) -> Bound:
 def test_copies_of_a_sequence_share_blocks_and_go_their_own_ways(page: int, course: list[tuple[int, str, int]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         poison(patch)
-        patch.setattr("kvrecall.cache.block_bytes._SLAB_BYTES", 1)
+        patch.setattr("kvrecall.cache.block_rows._SLAB_BYTES", 1)
         every, stamp = [bound(2, page)], 1
         for b, what, count in course:
             each = every[count % len(every)]

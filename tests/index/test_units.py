@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrecall.index import units, units_cpu
-from kvrecall.index.units import Units
+from kvrecall.index import units
+from kvrecall.index.units import Units, cpu
 from tests.strategies import DTYPES, SEEDS, examples, gaussian, generator, whole_numbers
 
 CPU = torch.device("cpu")
@@ -103,7 +103,7 @@ def test_both_fills_equal_the_naive_one(seed: int, sizes: list[int], sets: int, 
     expected = [
         [naive_fill(scores, own, top_k) for scores in head] for head, own in zip(ranked.tolist(), groups(some), strict=True)
     ]
-    for found in (units.fill_budget(ranked, some, top_k), units_cpu.fill_budget(ranked, some, top_k)):
+    for found in (units.fill_budget(ranked, some, top_k), cpu.fill_budget(ranked, some.members, some.offsets, top_k)):
         assert found.dtype == torch.int32 and found.shape == (2, sets, min(top_k, sum(sizes)))
         assert found.tolist() == expected
 
@@ -114,14 +114,18 @@ def test_fills_agree_on_many_units_with_empty_ones_at_minus_infinity(top_k: int)
     ranked = whole_numbers(4, 3, 2, 400, most=9) / 8
     ranked.masked_fill_((some.sizes == 0).unsqueeze(1), float("-inf"))
     plain = units.fill_budget(ranked, some, top_k)
-    assert torch.equal(plain, units_cpu.fill_budget(ranked, some, top_k))
+    assert torch.equal(plain, cpu.fill_budget(ranked, some.members, some.offsets, top_k))
     assert plain.shape == (3, 2, min(top_k, 700)) and (plain >= 0).all()
 
 
 def test_fill_cuts_the_last_unit_behind_its_lowest_tokens() -> None:
     some = Units(torch.zeros(1, 3, 1), torch.tensor([[4, 5, 0, 2, 6, 1, 3]]).int(), torch.tensor([[0, 2, 5, 7]]).int())
     ranked = torch.tensor([[[1.0, 3.0, 2.0]]])
-    for fill in (units.fill_budget, units_cpu.fill_budget):
+
+    def on_cpu(ranked: torch.Tensor, some: Units, top_k: int) -> torch.Tensor:
+        return cpu.fill_budget(ranked, some.members, some.offsets, top_k)
+
+    for fill in (units.fill_budget, on_cpu):
         assert fill(ranked, some, 2).tolist() == [[[0, 2]]]
         assert fill(ranked, some, 4).tolist() == [[[0, 2, 6, 1]]]
         assert fill(ranked, some, 6).tolist() == [[[0, 2, 6, 1, 3, 4]]]
@@ -131,7 +135,7 @@ def test_fill_reads_strided_tensors() -> None:
     some = random_units(5, [3, 1, 2])
     spread = Units(some.reps, torch.stack([some.members] * 2, -1)[..., 0], some.offsets[:1].expand(2, -1))
     ranked = torch.stack([gaussian(6, 2, 1, 3)] * 2, -1)[..., 0]
-    assert torch.equal(units.fill_budget(ranked, spread, 4), units_cpu.fill_budget(ranked, spread, 4))
+    assert torch.equal(units.fill_budget(ranked, spread, 4), cpu.fill_budget(ranked, spread.members, spread.offsets, 4))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -143,13 +147,13 @@ def test_inner_products_equal_float64(dtype: str, seed: int, group: int, count: 
     queries, reps = 5 * gaussian(seed, 2, group, width), gaussian(seed + 1, 2, count, width).to(DTYPES[dtype])
     expected = torch.einsum("hgd,hud->hgu", queries.double(), reps.double())
     bound = torch.einsum("hgd,hud->hgu", queries.double().abs(), reps.double().abs())
-    for found in (units_cpu.inner_products(queries, reps), units.inner_products(queries, reps)):
+    for found in (cpu.inner_products(queries, reps), units.inner_products(queries, reps)):
         assert found.dtype == torch.float32 and found.shape == (2, group, count)
         assert ((found.double() - expected).abs() <= 2**-24 * expected.abs() + 1e-13 * bound).all()
 
 
 def test_equal_units_score_the_same_wherever_they_lie() -> None:
     queries, reps = gaussian(1, 2, 3, 96), gaussian(2, 2, 1, 96).expand(2, 1500, 96)
-    found = units_cpu.inner_products(queries, reps)
+    found = cpu.inner_products(queries, reps)
     assert torch.equal(found, found[:, :, :1].expand_as(found))
-    assert torch.equal(found, units_cpu.inner_products(queries, reps.contiguous()))
+    assert torch.equal(found, cpu.inner_products(queries, reps.contiguous()))

@@ -291,8 +291,8 @@ RESTS = {
 )
 def test_page_means_stand_for_the_rest(name: str, softcap: float, small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages become whole meanwhile and lose tokens to the selection; with few of them to a program it takes several blocks."""
-    monkeypatch.setattr("kvrecall.index.page_means.step.pages_at_once", lambda *_: 16)
-    monkeypatch.setattr("kvrecall.index.page_means.step._MOST_PARTS", 2)
+    monkeypatch.setattr("kvrecall.index.page_means.kernels.pages_at_once", lambda *_: 16)
+    monkeypatch.setattr("kvrecall.index.page_means._MOST_PARTS", 2)
     lengths = (190, 161) if name == "many-pages" else (90, 61)
     params = AttentionParams(DIM**-0.5, softcap)
     plain, other = compare(RESTS[name], 4, params, atol=4e-6, lengths=lengths, small=small)  # sums of more parts

@@ -11,7 +11,7 @@ import torch
 
 import kvrecall
 from kvrecall.cache import zone_rows
-from kvrecall.cache.prefetch import Zone, read_keys
+from kvrecall.cache.copies import RowSource, read_keys
 from kvrecall.cache.slot_zones import ZONE_NUMBERS
 from kvrecall.core import pieces
 from kvrecall.core.errors import CaptureError
@@ -212,7 +212,7 @@ def test_no_captured_step_waits_for_all_keys(
     plain, other = both(METHODS[name], 1, [74])
     (layers, joined), read, by_step = in_slots([other], interval), [], []
 
-    def spy(source: Zone, start: int, keys: torch.Tensor) -> None:
+    def spy(source: RowSource, start: int, keys: torch.Tensor) -> None:
         read.append(keys.shape[1])
         read_keys(source, start, keys)
 
@@ -250,7 +250,7 @@ def test_keys_are_read_while_the_step_before_runs(
     monkeypatch.setattr(pieces, "PIECE_TOKENS", 4)
 
     def watched(when: str, work: Callable[[], None]) -> None:
-        def spy(source: Zone, start: int, keys: torch.Tensor) -> None:
+        def spy(source: RowSource, start: int, keys: torch.Tensor) -> None:
             if fails and when == "beside":
                 raise torch.OutOfMemoryError
             read[when] += keys.shape[1]

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from kvrecall.core.structs import Budget
 from kvrecall.index.base import LayerShape
-from kvrecall.index.clusters import ClusterConfig
-from kvrecall.index.pages import PageConfig
 from kvrecall.index.units import UnitIndex
+from kvrecall.index.units.clusters import ClusterConfig
+from kvrecall.index.units.pages import PageConfig
 from tests.blocks import store
 from tests.strategies import HEAD_DIMS, gaussian, poisoned, whole_numbers
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
-from kvrecall.index.unit_kernels import search as kernels
+from kvrecall.index.units import search as kernels
 
 MODES = ("mean_softmax", "max", "max_softmax", "mean_q")
 

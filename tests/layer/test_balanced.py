@@ -9,9 +9,9 @@ import kvrecall
 from kvrecall.backends.transformers.rezone import rezoned
 from kvrecall.index.sphere import SphereIndex
 from kvrecall.index.statistics import LayerStatistics
+from kvrecall.layer.history import all_of_it
 from kvrecall.layer.pipeline import prefill_layer
 from kvrecall.layer.state import LayerState
-from kvrecall.layer.undo import all_of_it
 from tests.index.sphere.with_statistics import Model
 from tests.layers import DIM, PARAMS, ZONES, left_padded, start, state, step, tokens
 

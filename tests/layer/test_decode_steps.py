@@ -10,9 +10,9 @@ from torch import Tensor
 
 from kvrecall.core.errors import DeviceMemoryError
 from kvrecall.index.base import Index
+from kvrecall.layer.history import all_of_it
 from kvrecall.layer.pipeline import decode_step, decode_steps, prefill_layer
 from kvrecall.layer.state import LayerState
-from kvrecall.layer.undo import all_of_it
 from tests.one_layer import layer as empty_layer
 from tests.one_layer import params
 from tests.stateful.machine import SEARCHING

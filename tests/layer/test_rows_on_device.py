@@ -11,9 +11,9 @@ import torch
 import kvrecall
 from kvrecall.backends.transformers.rezone import rezoned
 from kvrecall.core.structs import AttentionParams
+from kvrecall.layer.history import all_of_it
 from kvrecall.layer.pipeline import decode_step, prefill_layer
 from kvrecall.layer.state import LayerState
-from kvrecall.layer.undo import all_of_it
 from tests.blocks import Device, small_blocks
 from tests.layer.test_state import assert_holds, assert_same_answers
 from tests.layers import DIM, PARAMS, ZONES, History, methods, start, state, step, tokens

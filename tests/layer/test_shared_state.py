@@ -11,8 +11,8 @@ import kvrecall
 from kvrecall.backends.transformers.rezone import rezoned
 from kvrecall.core.errors import NonFiniteError
 from kvrecall.index.page_means import PageMeansIndex
+from kvrecall.layer.history import all_of_it
 from kvrecall.layer.state import LayerState
-from kvrecall.layer.undo import all_of_it
 from tests.layer.test_state import assert_holds
 from tests.layers import ZONES, start, state, step
 from tests.stateful.checks import memory_of

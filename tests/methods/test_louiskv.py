@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import kvrecall
-from kvrecall.index.clusters import ClusterConfig, ClusterIndex
+from kvrecall.index.units.clusters import ClusterConfig, ClusterIndex
 from kvrecall.layer.pipeline import decode_step, prefill_layer
 from kvrecall.layer.state import LayerState
 from kvrecall.trigger import SemanticBoundary

@@ -12,7 +12,7 @@ from torch import Tensor
 import kvrecall
 from kvrecall.core.errors import ParameterError
 from kvrecall.fetch import Staged
-from kvrecall.index.pages import PageConfig, PageIndex
+from kvrecall.index.units.pages import PageConfig, PageIndex
 from kvrecall.layer.pipeline import decode_step, prefill_layer
 from kvrecall.static.choice import ObservationWindow
 from tests.one_layer import dense, layer, normal, params

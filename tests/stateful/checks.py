@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvrecall.cache.block_bytes import BlockBytes
-from kvrecall.cache.block_rows import BlockRows
+from kvrecall.cache.block_rows import BlockBytes, BlockRows
 from kvrecall.cache.blocks import BlockTable
 from kvrecall.cache.zone_rows import ZoneRows
 from kvrecall.core.structs import HeldSelection

@@ -14,9 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 import kvrecall
 from kvrecall.backends.transformers.rezone import rezoned
+from kvrecall.layer.history import all_of_it, mend
 from kvrecall.layer.pipeline import decode_step, decode_steps, prefill_layer
 from kvrecall.layer.state import LayerState
-from kvrecall.layer.undo import all_of_it, mend
 from kvrecall.methods import Method
 from tests.baselines.small import baselines
 from tests.one_layer import ZONES, layer, methods, params

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import kvrecall
-from kvrecall.cache import prefetch, zone_rows
+from kvrecall.cache import copies, zone_rows
 from kvrecall.core import pieces
 from kvrecall.layer.pipeline import decode_step, prefill_layer
 from kvrecall.layer.state import LayerState
@@ -69,9 +69,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many keys of the zone are read from now on, by read."""
     read: list[int] = []
 
-    def spy(source: prefetch.Zone, start: int, keys: Tensor) -> None:
+    def spy(source: copies.RowSource, start: int, keys: Tensor) -> None:
         read.append(keys.shape[1])
-        prefetch.read_keys(source, start, keys)
+        copies.read_keys(source, start, keys)
 
     for module in (static_sets, zone_rows):
         monkeypatch.setattr(module, "read_keys", spy)

@@ -7,14 +7,11 @@ over earlier blocks and, causally, over their own chunk), `attend_selected` atte
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.util import find_spec
-
 from torch import Tensor
 
 from kvrecall.attend import reference
 from kvrecall.attend.chunk import attend_block, attend_causal
-from kvrecall.core.launch import kernels_available
+from kvrecall.core.launch import have_numba, kernels_available
 from kvrecall.core.structs import HostRows, HostTable, Partial, Rows
 
 __all__ = ["attend_block", "attend_causal", "attend_rows", "attend_selected", "attend_zones"]
@@ -29,7 +26,7 @@ def attend_rows(queries: Tensor, rows: Rows | HostRows, scaling: float, softcap:
 
         return cuda.attend_rows(queries, rows, scaling, softcap)
     assert isinstance(rows, Rows)
-    if not weighed and queries.device.type == "cpu" and queries.shape[2] == 1 and _have_numba():
+    if not weighed and queries.device.type == "cpu" and queries.shape[2] == 1 and have_numba():
         from kvrecall.attend import cpu
 
         return cpu.attend_rows(queries, rows, scaling, softcap)
@@ -54,8 +51,3 @@ def attend_zones(
 
         return zones.attend_zones(queries, table, lengths, longest, scaling, softcap)
     return reference.attend_zones(queries, table, lengths, longest, scaling, softcap)
-
-
-@cache
-def _have_numba() -> bool:
-    return find_spec("numba") is not None

@@ -11,8 +11,8 @@ import torch
 from kvrecall.cache.device_memory import free_device_bytes
 from kvrecall.core.errors import DeviceMemoryError
 from kvrecall.index.base import LayerShape
+from kvrecall.layer.history import all_of_it, mend
 from kvrecall.layer.state import LayerState
-from kvrecall.layer.undo import all_of_it, mend
 from kvrecall.methods.base import Method
 
 

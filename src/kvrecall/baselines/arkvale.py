@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvrecall.fetch import Direct
-from kvrecall.index.pages import PageConfig
+from kvrecall.index.units.pages import PageConfig
 from kvrecall.methods.base import Method
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.base import IndexConfig, LayerShape
 from kvrecall.index.hashing import check_tables, hash_codes, hyperplanes
-from kvrecall.index.trained import TrainedIndex
+from kvrecall.index.tokens import TrainedIndex
 from kvrecall.methods.base import Method
 
 _COMPARED_TOKENS = 2048

@@ -16,8 +16,8 @@ from torch import Tensor
 from kvrecall.core.errors import ParameterError
 from kvrecall.fetch import Staged
 from kvrecall.index.base import IndexConfig, LayerShape
-from kvrecall.index.clusters.kmeans import lloyd
-from kvrecall.index.trained import TrainedIndex
+from kvrecall.index.tokens import TrainedIndex
+from kvrecall.index.units.clusters import lloyd
 from kvrecall.methods.base import Method
 
 

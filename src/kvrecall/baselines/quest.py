@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvrecall.index.pages import PageConfig
+from kvrecall.index.units.pages import PageConfig
 from kvrecall.methods.base import Method
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.pieces import Work
 from kvrecall.fetch import Direct
-from kvrecall.index.pages import PageConfig
+from kvrecall.index.units.pages import PageConfig
 from kvrecall.methods.base import Method
 from kvrecall.select.topk import top_k_positions
 from kvrecall.static.choice import LOOKED, Observation, StaticChoice

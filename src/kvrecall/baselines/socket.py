@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvrecall.cache.prefetch import zone_rows
+from kvrecall.cache.copies import zone_rows
 from kvrecall.core.archive import Archive
 from kvrecall.core.errors import ParameterError
 from kvrecall.index.base import IndexConfig, LayerShape, RowSource

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvrecall.core.errors import ParameterError
-from kvrecall.index.nothing import NothingConfig
+from kvrecall.index.exact import NothingConfig
 from kvrecall.methods.base import Method
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.base import Index, LayerShape, stack_selections
-from kvrecall.index.pages import PageConfig
 from kvrecall.index.table import TokenTable
+from kvrecall.index.units.pages import PageConfig
 from kvrecall.index.wrapper import IndexWrapper, Pruning
 from kvrecall.methods.base import Method
 from kvrecall.select.gqa import search_queries

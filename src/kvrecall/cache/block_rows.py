@@ -1,8 +1,9 @@
-"""K and V of one layer's blocks, in host memory or on the layer's device. In host memory they may be in eight bits."""
+"""Memory of one layer's blocks, which grows with their ids: K and V on the host or the device, and summaries on the device."""
 
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
@@ -11,9 +12,9 @@ from threading import RLock
 import torch
 from torch import Tensor
 
+from kvrecall.cache.copies import Pending, send
 from kvrecall.cache.device_memory import DeviceRegion, free_device_bytes, region, room_for_rows, total_bytes
 from kvrecall.cache.host_memory import Region, available_host_bytes, total_host_bytes
-from kvrecall.cache.transfer import Pending, send
 from kvrecall.core.errors import DeviceError, HostMemoryError
 from kvrecall.core.fp8 import SmallRows, StoredRows, block_nbytes, block_of, numbers_of, quantised, scales_of, wide
 from kvrecall.core.launch import cdiv
@@ -22,7 +23,133 @@ from kvrecall.core.structs import lasting_tensors
 _SLAB_TOKENS = 4096
 """Memory grows by at least this many tokens."""
 
+_SLAB_BYTES = 4 << 20
+"""Memory of summaries grows by at least this many bytes."""
+
 _warned = False
+
+
+def _give_on_host(region: Region | DeviceRegion, blocks: int, tokens: int, fill: Callable[[], None] | None = None) -> None:
+    """Gives memory to the first `blocks` pieces of host memory; fill: see `Region.give`. Raises HostMemoryError, which names
+    the number of tokens that the memory is for, before anything changes."""
+    need, available = region.missing(blocks), available_host_bytes()
+    if blocks > region.most or need > available:
+        raise HostMemoryError(need, available, tokens)
+    if fill is not None:
+        assert isinstance(region, Region)
+        region.give(blocks, fill)
+        return
+    try:
+        region.give(blocks)
+    except (OSError, MemoryError) as error:
+        raise HostMemoryError(need, available, tokens) from error
+
+
+class BlockMemory(ABC):
+    """Memory of one layer in blocks of `block_size` tokens. Sequences that share blocks may belong to several threads."""
+
+    block_size: int
+
+    def __init__(self) -> None:
+        self._lock = RLock()
+
+    @property
+    @abstractmethod
+    def tensor(self) -> Tensor:
+        """All blocks, `[most blocks, …]`; only blocks with memory may be used."""
+
+    @property
+    @abstractmethod
+    def region(self) -> Region | None:
+        """Its memory if it is host memory, else None."""
+
+    @abstractmethod
+    def give(self, blocks: int) -> None:
+        """Gives memory to the blocks below id `blocks`; raises and changes nothing if memory is short."""
+
+    @abstractmethod
+    def _count(self, blocks: int) -> None:
+        """Records that the blocks below id `blocks` have memory."""
+
+    @abstractmethod
+    def cleared(self, block: int, place: int, tokens: int) -> Tensor:
+        """A copy of a block on the CPU. The block is number `place` of a sequence; what does not belong to the sequence's first
+        `tokens` tokens is zero."""
+
+    def admit(self, blocks: int, fill: Callable[[], None], mapped: bool = False) -> None:
+        """Gives memory to the blocks below id `blocks`, in an empty memory, and calls `fill` to write them. mapped: `fill` maps
+        them from a file instead, so that they take no memory. Raises as `give`."""
+        with self._lock:
+            region = self.region
+            if region is None:
+                self.give(blocks)
+                fill()
+                return
+            if mapped:
+                fill()
+                region.mapped(blocks)
+            else:
+                _give_on_host(region, blocks, blocks * self.block_size, fill)
+            self._count(blocks)
+
+
+class BlockBytes(BlockMemory):
+    """Summaries: bytes `[blocks, block_bytes]` on a device, at a fixed address. Only the index knows the layout of a block."""
+
+    def __init__(self, block_bytes: int, block_size: int, device: torch.device) -> None:
+        """block_size: tokens of a block. Raises torch.OutOfMemoryError if a GPU has no memory for the first block."""
+        super().__init__()
+        self.block_size = block_size
+        self._region = region((cdiv(total_bytes(device), block_bytes), block_bytes), torch.uint8, device)
+        self._blocks = 0
+
+    @property
+    def tensor(self) -> Tensor:
+        """uint8 `[most blocks, block_bytes]`."""
+        return self._region.tensor
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes per block."""
+        return self.tensor.shape[1]
+
+    @property
+    def given(self) -> int:
+        """How many blocks have memory: those below this id."""
+        return self._blocks
+
+    def give(self, blocks: int) -> None:
+        """Gives memory to the blocks below id `blocks`. If memory is short, changes nothing and raises torch.OutOfMemoryError
+        on a GPU, HostMemoryError on a CPU."""
+        if blocks > self._blocks:
+            with self._lock:
+                self._give(blocks)
+
+    def _give(self, blocks: int) -> None:
+        if blocks <= self._blocks:
+            return
+        wanted = max(blocks, min(self._region.most, self._blocks + cdiv(_SLAB_BYTES, self.block_bytes)))
+        if self.tensor.device.type == "cpu":
+            _give_on_host(self._region, wanted, (wanted - self._blocks) * self.block_size)
+        elif wanted > self._region.most:
+            raise torch.OutOfMemoryError(f"CUDA out of memory: {wanted:,} blocks of {self.block_bytes:,} bytes")
+        else:
+            self._region.give(wanted)
+        self._blocks = wanted
+
+    def _count(self, blocks: int) -> None:
+        self._blocks = max(self._blocks, blocks)
+
+    @property
+    def region(self) -> Region | None:
+        return self._region if isinstance(self._region, Region) else None
+
+    def copy_block(self, source: int, target: int, tokens: int) -> None:
+        """Copies all bytes of a block, over whose parts its tokens are spread; does nothing for blocks that this layer has
+        never used."""
+        if source < self._blocks:
+            self.give(target + 1)
+            self.tensor[target].copy_(self.tensor[source])
 
 
 @dataclass
@@ -39,7 +166,7 @@ class _Place:
     small: tuple[Tensor, Tensor] | None = None
 
 
-class BlockRows:
+class BlockRows(BlockMemory):
     """Rows `[blocks, H_kv, block_size, K|V, D]`, in host memory, page-locked for a GPU, or on the layer's device.
 
     Memory grows with the block ids. Rows keep their address, with one exception: if the device has no memory for further
@@ -55,12 +182,12 @@ class BlockRows:
         """device: the layer's device, which reads the rows. on_device: rows lie there, if it has memory. mapped: most blocks
         that may be mapped from a file; address space is reserved for them in addition. small: rows are in eight bits while they
         lie in host memory (`core.fp8`)."""
+        super().__init__()
         self._shape, self._dtype, self._mapped, self._small = (heads, block_size, 2, dim), dtype, mapped, small
         self.block_size, self.device = block_size, device
         near = self._reserved_near() if on_device else None
         self._place = self._reserved() if near is None else _Place(near, True)
         self._pending: Pending | None = None  # the last copy from the GPU; copies arrive in order
-        self._lock = RLock()
 
     @property
     def tensor(self) -> Tensor:
@@ -138,17 +265,10 @@ class BlockRows:
 
     def _give(self, place: _Place, blocks: int) -> None:
         """`give` for host memory."""
-        given, missing, available = place.blocks, place.region.missing, available_host_bytes()
-        wanted = max(blocks, given + cdiv(_SLAB_TOKENS, self.block_size))
-        if wanted > place.region.most or missing(wanted) > available:
+        wanted = max(blocks, place.blocks + cdiv(_SLAB_TOKENS, self.block_size))
+        if wanted > place.region.most or place.region.missing(wanted) > available_host_bytes():
             wanted = blocks
-        need = missing(wanted)
-        if wanted > place.region.most or need > available:
-            raise HostMemoryError(need, available, (blocks - given) * self.block_size)
-        try:
-            place.region.give(wanted)
-        except (OSError, MemoryError) as error:
-            raise HostMemoryError(need, available, (wanted - given) * self.block_size) from error
+        _give_on_host(place.region, wanted, (wanted - place.blocks) * self.block_size)
         place.blocks = wanted
 
     def _give_near(self, place: _Place, blocks: int) -> bool:
@@ -194,28 +314,11 @@ class BlockRows:
         copied.scales[:, held:] = 0
         return block_of(copied)
 
-    def admit(self, blocks: int, fill: Callable[[], None], mapped: bool = False) -> None:
-        """Gives memory to the blocks below id `blocks`, in an empty memory, and calls `fill` to write them. mapped: `fill` maps
-        them from a file instead, so that they take no memory. Raises as `give`."""
-        with self._lock:
-            place = self._place
-            if place.on_device or not isinstance(place.region, Region):
-                self.give(blocks)
-                fill()
-                return
-            if mapped:
-                fill()
-                place.region.mapped(blocks)
-            else:
-                need, available = place.region.missing(blocks), available_host_bytes()
-                if blocks > place.region.most or need > available:
-                    raise HostMemoryError(need, available, blocks * self.block_size)
-                place.region.give(blocks, fill)
-            place.blocks = max(place.blocks, blocks)
+    def _count(self, blocks: int) -> None:
+        self._place.blocks = max(self._place.blocks, blocks)
 
     @property
     def region(self) -> Region | None:
-        """Its memory if it is host memory, else None."""
         return self._place.region if isinstance(self._place.region, Region) and not self.on_device else None
 
     def copy_block(self, source: int, target: int, tokens: int) -> None:

@@ -16,10 +16,9 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from kvrecall.cache.host_memory import sent_integers
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.launch import cdiv
-from kvrecall.core.structs import lasting_tensors
+from kvrecall.core.structs import lasting_tensors, sent_integers
 
 BLOCK_TOKENS = 1024
 """Default of tokens per block with a GPU."""

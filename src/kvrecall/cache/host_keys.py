@@ -1,14 +1,20 @@
-"""Reads keys without values from host memory: a kernel reads them in place, half the bytes of the rows."""
+"""Reads keys without values from host memory: a kernel reads them in place, half the bytes of the rows.
+
+Dialect: capitals are sizes, `i_` indices, `o_` offsets, `p_` pointers, `m_` masks, `b_` blocks.
+"""
 
 # Kernel launches take arguments that type checkers do not know.
 # pyright: reportCallIssue=false
 
 from __future__ import annotations
 
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from kvrecall.core.launch import cdiv, next_power_of_2
 from kvrecall.core.structs import HostTable
+from kvrecall.core.triton import load_keys
 
 _TOKENS = 64
 """Tokens that a program reads at a time: 16 KB at D = 128 in 16 bits."""
@@ -23,8 +29,6 @@ def copy_keys(table: HostTable, start: int, keys: Tensor) -> None:
 
     table: of one sequence, for the GPU. The keys of a head must be contiguous.
     """
-    from kvrecall.cache.host_keys_kernel import keys_kernel  # Triton takes a second to import
-
     heads, tokens, dim = keys.shape
     assert keys.stride(2) == 1 and keys.stride(1) == dim
     if tokens:
@@ -32,3 +36,20 @@ def copy_keys(table: HostTable, start: int, keys: Tensor) -> None:
             table.pool, table.blocks, keys, start, tokens, heads, keys.stride(0), BLOCK=table.block_size, D=dim,
             BD=next_power_of_2(dim), T=_TOKENS, num_warps=4,
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["start", "tokens"])
+def keys_kernel(
+    p_pool, p_table, p_keys, start, tokens, HEADS, OUT, BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr
+):
+    """Copies the keys of the tokens from `start` on to `[HEADS, n, D]` with head stride OUT, in elements. pool, table: as in
+    `load_keys`.
+
+    Program (i, KV head): T tokens from i T on, then every (number of programs) x T tokens further.
+    """
+    i_h, o_d = tl.program_id(1), tl.arange(0, BD)
+    for i_t in range(tl.program_id(0), tl.cdiv(tokens, T), tl.num_programs(0)):
+        o_t = tl.arange(0, T) + i_t * T
+        b_key = load_keys(p_pool, p_table, start + o_t, o_t < tokens, i_h, HEADS, BLOCK, D, BD)
+        p_key = p_keys + i_h.to(tl.int64) * OUT + o_t.to(tl.int64)[:, None] * D + o_d[None, :]
+        tl.store(p_key, b_key.to(p_keys.dtype.element_ty), mask=(o_t < tokens)[:, None] & (o_d < D)[None, :])

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvrecall.core.cuda import refused, staging, tell_refusal
+from kvrecall.core.cuda import refused, tell_refusal
 from kvrecall.core.structs import lasting_tensors
 
 _PORTABLE_AND_MAPPED = 1 | 2
@@ -148,15 +148,6 @@ def _fault_in(slab: Tensor) -> None:
 
 def _touch(part: Tensor) -> None:
     part[:: mmap.PAGESIZE].zero_()
-
-
-def sent_integers(numbers: list[int], device: torch.device) -> Tensor:
-    """int32 `[n]` on a device; the host does not wait for a GPU."""
-    near = torch.tensor(numbers, dtype=torch.int32, device="cpu")
-    if device.type == "cuda":
-        near = staging(tuple(near.shape), near.dtype).copy_(near)
-    with lasting_tensors():
-        return near.to(device, non_blocking=True)
 
 
 def _register(slab: Tensor, registered: list[int]) -> bool:

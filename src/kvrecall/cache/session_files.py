@@ -1,7 +1,8 @@
 """The files of a saved session: blocks and tensors in raw files, each with a checksum.
 
 A file is written once under a unique name and never changed, so readers and mappings stay valid. The blocks of a memory are
-contiguous in it and begin at a page, so that they can be mapped as one run.
+contiguous in it and begin at a page, so that they can be mapped as one run. A block is saved plain or, for rows, in eight bits
+(`core.fp8`); rows that are in eight bits in memory are saved as they are.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvrecall.cache.host_memory import Region, available_host_bytes
+from kvrecall.cache.block_rows import BlockMemory, BlockRows
+from kvrecall.cache.host_memory import available_host_bytes
+from kvrecall.core import fp8
 from kvrecall.core.errors import HostMemoryError, SessionError
 from kvrecall.core.private_folder import PrivateFolder
 
@@ -34,28 +38,6 @@ _VERIFIED = 1 << 20
 _CHECKED = 16 << 20
 """Tensors of more bytes than this are compared with free memory."""
 _MOST_THREADS = 16
-
-
-class BlockMemory(Protocol):
-    """Memory of one layer in blocks, for saving and loading."""
-
-    @property
-    def tensor(self) -> Tensor:
-        """All blocks, `[blocks, …]`."""
-        ...
-
-    @property
-    def region(self) -> Region | None:
-        """Its memory if it is host memory, else None."""
-        ...
-
-    def cleared(self, block: int, place: int, tokens: int) -> Tensor:
-        """A copy of a block on the CPU, with zeros after a sequence's first `tokens` tokens."""
-        ...
-
-    def admit(self, blocks: int, fill: Callable[[], None], mapped: bool = False) -> None:
-        """Gives memory to the first `blocks` blocks; `fill` writes or maps them."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -280,3 +262,41 @@ def _read(
         target.copy_(made)
 
     finish([pool.submit(one, block, place) for block, place in places.items()])
+
+
+def form_of(memory: BlockMemory, wanted: str) -> str:
+    """The form in which a memory is saved. wanted: for rows that lie in the dtype of the model, "plain" or "fp8"."""
+    if not isinstance(memory, BlockRows):
+        return "plain"
+    return "fp8" if memory.small else wanted
+
+
+def block_nbytes(memory: BlockMemory, form: str) -> int:
+    """Bytes of each block of a memory as it is written. form: "plain" or "fp8"."""
+    if isinstance(memory, BlockRows):
+        shape, dtype = memory.shape, memory.dtype
+        return fp8.block_nbytes(shape) if form == "fp8" else torch.Size(shape).numel() * dtype.itemsize
+    return memory.tensor[0].numel() * memory.tensor.element_size()
+
+
+def block_bytes(memory: BlockMemory, block: int, place: int, tokens: int, form: str) -> Tensor:
+    """A block as it is written, a tensor of `block_nbytes` on the CPU. place, tokens: as `BlockMemory.cleared`."""
+    held = memory.cleared(block, place, tokens)
+    already = isinstance(memory, BlockRows) and memory.small
+    return fp8.block_of(fp8.quantised(held)) if form == "fp8" and not already else held
+
+
+def reader_of(memory: BlockMemory, form: str) -> Callable[[Tensor], Tensor] | None:
+    """Makes a block of the memory of bytes that were written in a form; None if the bytes are the block."""
+    if not isinstance(memory, BlockRows) or memory.small == (form == "fp8"):
+        return None
+    read = _widened if form == "fp8" else _narrowed
+    return partial(read, shape=memory.shape, dtype=memory.dtype)
+
+
+def _widened(held: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return fp8.rows_of(held, shape, dtype).wide()
+
+
+def _narrowed(held: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return fp8.block_of(fp8.quantised(held.view(dtype).view(shape)))

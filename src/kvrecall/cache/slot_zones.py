@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.cache.zones import ZoneLengths, ZoneSizes
-from kvrecall.core.cuda import to_device
+from kvrecall.core.structs import sent_integers
 
 ZONE_NUMBERS = 7
 """int32 numbers of a row of `DeviceZones`; see `cache.slot_kernels`."""
@@ -188,5 +188,4 @@ class DeviceZones(SlotZones):
         return (start + self.marks[slot, start:stop].nonzero().flatten()).tolist()
 
     def _set(self, slot: int, row: list[int]) -> None:
-        (near,) = to_device(self.rows.device, torch.tensor(row, dtype=torch.int32, device="cpu"))
-        self.rows.view(self._by_slot)[slot] = near
+        self.rows.view(self._by_slot)[slot] = sent_integers(row, self.rows.device)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvrecall.cache.block_rows import BlockRows
 from kvrecall.cache.blocks import BlockTable
-from kvrecall.cache.prefetch import read_keys
+from kvrecall.cache.copies import read_keys
 from kvrecall.core.cuda import staging
 from kvrecall.core.fp8 import SmallRows, StoredRows, host_row_bytes, part_of, scales_of, wide
 from kvrecall.core.launch import cdiv

@@ -14,8 +14,8 @@ from kvrecall.cli.options import read_text
 from kvrecall.cli.report import size
 from kvrecall.cli.session import Session, open_session, token_bar
 from kvrecall.cli.verb import Result, notes, status
-from kvrecall.core.counts import byte_count
 from kvrecall.core.errors import KVRecallError, ParameterError, SessionError
+from kvrecall.core.texts import byte_count
 
 
 @dataclass(frozen=True)

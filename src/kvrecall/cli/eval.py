@@ -18,8 +18,8 @@ from kvrecall.cli.report import plain_table, size
 from kvrecall.cli.screen import results
 from kvrecall.cli.session import ProgressLog, open_session
 from kvrecall.cli.verb import Result, notes, verb
-from kvrecall.core.counts import whole
 from kvrecall.core.errors import ParameterError
+from kvrecall.core.texts import whole
 
 if TYPE_CHECKING:
     from kvrecall.evaluate.runs import Record, RunFolder

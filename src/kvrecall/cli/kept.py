@@ -39,7 +39,7 @@ def key_of(texts: Sequence[str], document: Any) -> str:
     """A name for a document (`engine.Document`) of these texts: a hash of them, the model, the method and its settings, and the
     form of rows in host memory."""
     from kvrecall.backends.transformers.fingerprint import fingerprint_of
-    from kvrecall.cache.session_index import VERSION
+    from kvrecall.cache.session_folder import VERSION
     from kvrecall.methods.registry import name_of
     from kvrecall.methods.settings import settings_of
 

@@ -15,8 +15,8 @@ from typing import Annotated, Any
 import typer
 
 from kvrecall.core import texts
-from kvrecall.core.counts import whole
 from kvrecall.core.errors import OutputFileError, ParameterError
+from kvrecall.core.texts import whole
 
 MODEL_HELP = "Known name, folder, .gguf file or hub repository."
 

@@ -17,9 +17,9 @@ from kvrecall.cli.report import size
 from kvrecall.cli.session import open_session
 from kvrecall.cli.threads import leave_environment
 from kvrecall.cli.verb import Result, notes, verb
-from kvrecall.core.counts import byte_count
 from kvrecall.core.errors import KVRecallError, MissingPackageError, ModelFilesError, ParameterError, install_command
 from kvrecall.core.extras import require_server
+from kvrecall.core.texts import byte_count
 
 
 @verb

@@ -14,8 +14,8 @@ from kvrecall.cli.kept import Kept, KeptSession, kept_folder
 from kvrecall.cli.report import plain_table, size
 from kvrecall.cli.screen import results
 from kvrecall.cli.verb import Result, notes, verb
-from kvrecall.core.counts import byte_count
 from kvrecall.core.errors import ParameterError, SessionError
+from kvrecall.core.texts import byte_count
 
 sessions = typer.Typer(help="The sessions that `ask --keep` and `chat --keep` keep.", no_args_is_help=True)
 
@@ -66,7 +66,7 @@ def remove_sessions(
 
 def _told(kept: KeptSession) -> dict[str, Any]:
     """What is known of a kept session. One whose index cannot be read is told, too, so that it can be removed."""
-    from kvrecall.cache.session_index import read_index
+    from kvrecall.cache.session_folder import read_index
 
     row: dict[str, Any] = {"name": kept.name, "folder": str(kept.folder), "bytes": kept.nbytes, "in_use": kept.in_use}
     row["last_used"] = datetime.fromtimestamp(kept.last_used, UTC).isoformat(timespec="seconds")

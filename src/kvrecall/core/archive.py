@@ -41,10 +41,6 @@ class Archive(ABC):
     @abstractmethod
     def _tensor(self, name: str, value: Tensor | None) -> Tensor: ...
 
-    def present(self, name: str) -> bool:
-        """Whether a file that is loaded has this number; not in those of earlier releases."""
-        return False
-
     @abstractmethod
     def knows(self, name: str) -> bool:
         """Whether it has a value of that name, which files of older releases may lack."""
@@ -191,9 +187,6 @@ class Reader(Archive):
         """Raises SessionError for entries that were not read."""
         for name in [*self.notes.values, *self.notes.tensors]:
             self.refuse(name, "nothing of that name", "something")
-
-    def present(self, name: str) -> bool:
-        return self._prefix + name in self.notes.values
 
     def _value(self, name: str, value: Value) -> Any:
         if self._prefix + name not in self.notes.values:

@@ -1,12 +1,13 @@
-"""Checks for optional packages, which extras of this package install."""
+"""What must hold before work begins: optional packages are installed, and the process may compute."""
 
 from __future__ import annotations
 
+import os
 import re
 from importlib import metadata
 from importlib.util import find_spec
 
-from kvrecall.core.errors import MissingPackageError
+from kvrecall.core.errors import ForkedProcessError, MissingPackageError
 
 TRANSFORMERS = ((5, 16, 1), (5, 25))
 """The oldest supported release of transformers, and the first untested one; as in pyproject.toml."""
@@ -39,3 +40,26 @@ def require_math_verify() -> None:
     for name in ("math_verify", "antlr4"):
         if find_spec(name) is None:
             raise MissingPackageError("math-verify", "eval", name)
+
+
+_computed = _forked = False
+"""Whether this process has computed, and whether it was forked after its parent had. OpenMP's threads do not exist in such a
+process: its loops hang, or end the process."""
+
+
+def check_process(computes: bool = False) -> None:
+    """Raises ForkedProcessError in a process that was forked after its parent had computed. computes: this process is about to
+    compute. Takes no lock, because another thread may have held it during the fork."""
+    global _computed
+    if _forked:
+        raise ForkedProcessError
+    _computed = _computed or computes
+
+
+def _after_fork() -> None:
+    global _forked
+    _forked = _computed
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -24,6 +24,12 @@ def lasting_tensors() -> AbstractContextManager[object]:
     return torch.inference_mode(False)
 
 
+def sent_integers(numbers: list[int], device: torch.device) -> Tensor:
+    """int32 `[n]` on a device, to outlive a step; the host does not wait for a GPU."""
+    with lasting_tensors():
+        return to_device(device, torch.tensor(numbers, dtype=torch.int32, device="cpu"))[0]
+
+
 @dataclass(frozen=True)
 class Budget:
     """The budget of one search.

@@ -1,10 +1,12 @@
-"""Texts, and the files that hold them: a file's name is never taken for a text."""
+"""Texts that users give, the counts in them, and the files that hold them: a file's name is never taken for a text."""
 
 from __future__ import annotations
 
 import os
 import re
+from operator import index
 from pathlib import Path
+from typing import Any
 
 from kvrecall.core.errors import InputFileError, ParameterError
 
@@ -43,3 +45,45 @@ def check_no_name(name: str, text: str, remedy: str, *, existing: bool = False) 
         kind = "folder" if os.path.isdir(text) else "file"
         got = f"the name of a {kind}, {text[:200]!r}" if there else f"what looks like a file's name, {text[:200]!r}"
         raise ParameterError(name, "a text", got, remedy)
+
+
+def byte_count(text: str, name: str) -> int:
+    """Bytes of a text such as 500m (= 500 MiB), 32g, 1t or 1048576. name: what the text was given for, in the error's words.
+
+    Raises ParameterError.
+    """
+    plain = text.strip().lower().removesuffix("b").removesuffix("i")
+    factor = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}.get(plain[-1:], 1)
+    count = whole(plain[:-1] if factor > 1 else plain) * factor
+    if not 0 <= count < 1 << 63:
+        raise ParameterError(name, "bytes such as 500m, 32g or 1t", text, "Give a whole number with its unit.")
+    return count
+
+
+def integer(name: str, value: Any, remedy: str, least: int | None = None) -> int:
+    """An integer, or a tensor or array of one, from `least` on. Raises ParameterError for all else, also True and False."""
+    try:
+        found = index(value)
+    except TypeError:
+        found = None
+    if found is None or isinstance(value, bool) or (least is not None and found < least):
+        raise ParameterError(name, "an integer" if least is None else f"an integer >= {least}", value, remedy)
+    return found
+
+
+def whole(text: str) -> int:
+    """The number of a text of the digits 0 to 9; -1 for any other, and for more digits than any count has."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else -1
+
+
+def split_at_commas(text: str) -> list[str]:
+    """Splits at commas outside brackets and quotes."""
+    found, depth, quoted = [""], 0, False
+    for letter in text:
+        quoted ^= letter == '"'
+        depth = max(0, depth + (0 if quoted else {"[": 1, "{": 1, "]": -1, "}": -1}.get(letter, 0)))
+        if letter == "," and not quoted and not depth:
+            found.append("")
+        else:
+            found[-1] += letter
+    return found

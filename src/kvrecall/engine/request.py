@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvrecall.backends.transformers import RetrievalCache
 from kvrecall.backends.transformers.families import transformers_model
 from kvrecall.core.errors import ParameterError
-from kvrecall.core.process import check_process
+from kvrecall.core.extras import check_process
 from kvrecall.engine.asked import asked
 from kvrecall.engine.job import Job
 from kvrecall.engine.loop import Loop, loop_of

@@ -22,7 +22,7 @@ from kvrecall.evaluate.calibrate import calibrate, check_stride
 from kvrecall.evaluate.recall import replay
 from kvrecall.evaluate.trace import LayerTrace, Trace
 from kvrecall.index.base import LayerShape
-from kvrecall.index.nothing import NothingConfig
+from kvrecall.index.exact import NothingConfig
 from kvrecall.index.sphere import SphereConfig
 from kvrecall.index.sphere.schedule import stage_sizes
 from kvrecall.methods.base import Method

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.cache.blocks import BlockTable
-from kvrecall.cache.prefetch import Zone
+from kvrecall.cache.copies import RowSource
 from kvrecall.cache.slot_zones import ZonePlan
 from kvrecall.cache.zones import ZoneSizes
 from kvrecall.core.archive import Archive
@@ -54,23 +54,6 @@ class LayerShape:
 def with_statistics(shape: LayerShape, statistics: LayerStatistics | None) -> LayerShape:
     """The shape with these statistics, unless it has some."""
     return shape if statistics is None or shape.statistics is not None else replace(shape, statistics=statistics)
-
-
-class RowSource(Zone, Protocol):
-    """The retrieval-zone rows of one sequence on the host, readable by id."""
-
-    @property
-    def length(self) -> int:
-        """Tokens of the zone."""
-        ...
-
-    def gather(self, ids: Tensor) -> Tensor:
-        """Rows `[H_kv, n, 2, D]` of ids int `[H_kv, n]`, both on the CPU."""
-        ...
-
-    def keys(self, start: int, stop: int, device: torch.device) -> Tensor:
-        """Keys `[H_kv, stop - start, D]` of the tokens start .. stop - 1, copied to the device."""
-        ...
 
 
 @runtime_checkable

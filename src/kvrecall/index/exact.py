@@ -1,11 +1,13 @@
 """Exact top-k by inner product: the ground truth that other indexes are measured against.
 
-Its summary is a copy of the keys on the device, so only values save device memory.
+Its summary is a copy of the keys on the device, so only values save device memory. Beside it the index that searches nothing,
+for methods whose retrieval zone is a static set or is never attended.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
@@ -13,11 +15,11 @@ import torch
 from torch import Tensor
 
 from kvrecall.core.archive import Archive
-from kvrecall.index.base import Captured, IndexConfig, LayerShape, RowSource
+from kvrecall.core.structs import Budget, Selection
+from kvrecall.index.base import Captured, Index, IndexConfig, LayerShape, RowSource
 from kvrecall.index.step import SlotSpec
 from kvrecall.index.table import TokenTable
-from kvrecall.index.token_step import TokenStep
-from kvrecall.index.tokens import TokenIndex
+from kvrecall.index.tokens import TokenIndex, TokenStep
 
 _SCORED_TOKENS = 8192
 """Tokens scored at a time: bounds the float64 copy of the keys to H_kv * 8192 * D * 8 bytes."""
@@ -108,3 +110,48 @@ def inner_products(queries: Tensor, keys: Tensor) -> Tensor:
     """
     pieces = keys.split(_SCORED_TOKENS, dim=-2)
     return torch.cat([queries.double() @ piece.double().transpose(-1, -2) for piece in pieces], -1).float()
+
+
+@dataclass(frozen=True)
+class NothingConfig(IndexConfig):
+    """Finds nothing, at no cost; `gqa` has no effect."""
+
+    name: ClassVar[str] = "nothing"
+
+    def build(self, shape: LayerShape) -> NothingIndex:
+        return NothingIndex(shape)
+
+    def nbytes(self, shape: LayerShape, tokens: int) -> int:
+        return 0
+
+
+class NothingIndex(Index):
+    """Counts tokens."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        self._kv_heads, self.lengths = shape.kv_heads, [0] * shape.sequences
+
+    def append(self, sequence: int, keys: Tensor) -> None:
+        self.lengths[sequence] += keys.shape[1]
+
+    def exclude(self, sequence: int, ids: Tensor | None) -> None:
+        """There is nothing to leave out."""
+
+    def truncate(self, sequence: int, tokens: int) -> None:
+        self.lengths[sequence] = min(tokens, self.lengths[sequence])
+
+    def archive(self, archive: Archive, tokens: list[int]) -> None:
+        self.lengths = list(tokens)
+
+    def select(self, sequences: list[int]) -> NothingIndex:
+        chosen = copy(self)
+        chosen.lengths = [self.lengths[b] for b in sequences]
+        return chosen
+
+    def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
+        counts = torch.zeros(len(sequences), self._kv_heads, dtype=torch.int32, device=queries.device)
+        return Selection(counts.new_empty(*counts.shape, 0), counts)
+
+    @property
+    def nbytes(self) -> int:
+        return 0

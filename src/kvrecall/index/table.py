@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvrecall.cache.block_bytes import BlockBytes
+from kvrecall.cache.block_rows import BlockBytes
 from kvrecall.cache.blocks import BlockTable, block_size_on, block_tables
 from kvrecall.core.archive import Archive
 from kvrecall.core.launch import cdiv

@@ -1,19 +1,39 @@
-"""Search over single tokens: every token of the zone is scored, and the best are selected."""
+"""Search over single tokens: every token of the zone is scored, and the best are selected.
+
+In a device step torch functions of fixed sizes do so. Each token is summarised when it comes, and can be found after it has
+left the window. A search reads all summaries that there is room for, so an index that must be fast over many tokens needs its
+own kernels.
+"""
+
+# Kernel launches take arguments that type checkers do not know.
+# pyright: reportCallIssue=false
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from copy import copy
-from typing import Self
+from typing import Self, cast
 
 import torch
 from torch import Tensor
 
+from kvrecall.cache.copies import zone_rows
+from kvrecall.cache.slot_zones import DeviceZones, SlotZones
+from kvrecall.cache.zones import ZoneLengths
 from kvrecall.core.archive import Archive
+from kvrecall.core.fp8 import as_stored
+from kvrecall.core.launch import next_power_of_2
 from kvrecall.core.structs import Budget, Selection
-from kvrecall.index.base import Index, IndexConfig, LayerShape, stack_selections
+from kvrecall.index.base import Index, IndexConfig, LayerShape, RowSource, stack_selections
+from kvrecall.index.step import IndexStep, SlotSpec, SlotStep
+from kvrecall.index.table import SequenceRows, TokenTable
 from kvrecall.select.gqa import reduce_scores, search_queries
+from kvrecall.select.queries import ObservedQueries
 from kvrecall.select.topk import top_k_positions, union_rows
+
+_PIECE_TOKENS = 8192
+"""Tokens of each slot that are scored at a time: bounds the copy that is gathered from blocks."""
 
 
 class TokenIndex(Index):
@@ -62,6 +82,182 @@ class TokenIndex(Index):
             ranks = self.rank(query, sequence, budget.scaling)
             found.append(best_tokens(ranks, budget.top_k, self.excluded[sequence]))
         return stack_selections(found)
+
+
+class TokenStep(IndexStep):
+    """Summaries of the tokens of all slots, in the blocks of their sequences. A subclass defines the summaries and their
+    scores; ties go to the lower position."""
+
+    def __init__(self, index: TokenIndex, spec: SlotSpec, gqa: str) -> None:
+        """index: any index of the kind that will join. gqa: how the query heads of a group share a search."""
+        super().__init__(spec)
+        self._kind, self._gqa = type(index), gqa
+        self._memories = [table.memory for table in self.tables(index)]
+        for memory in self._memories:
+            memory.give(1)  # slots without a sequence read block 0
+        size, device = (spec.slots, spec.shape.kv_heads), spec.shape.device
+        self.width = spec.shape.kv_heads
+        self.ids = torch.full((*size, spec.top_k), -1, dtype=torch.int32, device=device)
+        self.counts = torch.zeros(size, dtype=torch.int32, device=device)
+        self._numbers = torch.arange(spec.tokens, device=device)
+        self._heads = torch.arange(spec.shape.kv_heads, device=device).view(1, -1, 1)
+
+    @abstractmethod
+    def tables(self, index: TokenIndex) -> tuple[TokenTable, ...]:
+        """The tables of an index."""
+
+    @abstractmethod
+    def summaries(self, keys: Tensor) -> tuple[Tensor, ...]:
+        """The summaries of keys `[…, D]`, `[…, width]` for each table."""
+
+    @abstractmethod
+    def scores(self, queries: Tensor, summaries: list[Tensor]) -> Tensor:
+        """Scores fp32 `[slots, H_kv, G', n]` of queries fp32 `[slots, H_kv, G', D]` with n tokens, whose summaries are
+        `[slots, H_kv, n, width]` for each table. A score times `scaling` is a logit."""
+
+    def fits(self, index: Index, zones: list[ZoneLengths], room: int) -> bool:
+        if type(index) is not self._kind:
+            return False
+        tables = self.tables(cast("TokenIndex", index))
+        return all(table.memory is memory for table, memory in zip(tables, self._memories, strict=True))
+
+    def join(self, slot: int, index: Index, sequence: int, zones: ZoneLengths, window: Tensor, budget: int, room: int) -> None:
+        tables, new = self.tables(cast("TokenIndex", index)), self.summaries(window[:, :, 0])
+        for table, rows in zip(tables, new, strict=True):
+            table.write(sequence, zones.retrieval, rows)  # also gives memory to the blocks of later tokens
+
+    def search(self, queries: Tensor, fire: Tensor, zones: SlotZones, scaling: float) -> None:
+        assert isinstance(zones, DeviceZones)
+        grouped = search_queries(
+            queries.flatten(1).unflatten(1, (-1, self.spec.shape.head_dim)), self.counts.shape[1], self._gqa
+        )
+        blocks = self.spec.host.blocks.split(max(1, _PIECE_TOKENS // self.spec.host.block_size), 1)
+        scored = [self.scores(grouped, self._gathered(own)) for own in blocks]
+        window = self._numbers >= zones.retrieval.view(-1, 1, 1, 1)
+        logits = torch.cat(scored, -1)[..., : len(self._numbers)].masked_fill(window, float("-inf"))
+        ranked = reduce_scores(logits, self._gqa, scaling)
+        ids = top_k_positions(ranked, self.spec.top_k)
+        real = ranked.gather(-1, ids) > float("-inf")
+        searching = fire != 0
+        width = ids.shape[-1]
+        found = torch.where(real, ids, -1).to(torch.int32)
+        self.ids[..., :width] = torch.where(searching.unsqueeze(-1), found, self.ids[..., :width])
+        self.counts.copy_(torch.where(searching, real.sum(-1, dtype=torch.int32), self.counts))
+
+    def step(self, asked: SlotStep) -> Tensor:
+        from kvrecall.cache.slot_kernels import row_kernel
+
+        assert isinstance(asked.zones, DeviceZones)
+        table = self.spec.host
+        keys = as_stored(asked.keys) if table.small else asked.keys
+        for memory, new in zip(self._memories, self.summaries(keys), strict=True):
+            width = memory.layout.width
+            row_kernel[(self.spec.slots * self.spec.shape.kv_heads,)](
+                new.contiguous(), memory.rows, asked.zones.rows, table.blocks, self.spec.shape.kv_heads, table.blocks.stride(0),
+                memory.rows.stride(0), BLOCK=table.block_size, WIDTH=width, BW=next_power_of_2(width), num_warps=1,
+            )  # fmt: skip
+        return super().step(asked)
+
+    def _gathered(self, blocks: Tensor) -> list[Tensor]:
+        """The summaries in blocks int32 `[slots, w]`, `[slots, H_kv, w * block_size, width]` for each table."""
+        at = blocks.long().unsqueeze(1), self._heads
+        return [memory.rows[at].flatten(2, 3) for memory in self._memories]
+
+
+class TrainedIndex(TokenIndex):
+    """Codes of single tokens that depend on something learnt from the prompt's keys: a codebook, a mean.
+
+    Learns one tensor per sequence from all keys of the zone at the end of a prompt; later keys are coded with it.
+
+    The tensor is never written to, only replaced.
+    """
+
+    def __init__(self, shape: LayerShape, config: IndexConfig, width: int, dtype: torch.dtype) -> None:
+        super().__init__(shape, config)
+        self._device = shape.device
+        self._codes = SequenceRows(shape.sequences, shape.kv_heads, width, dtype, shape.device)
+        self._trained: list[Tensor | None] = [None] * shape.sequences
+        self._waiting = [0] * shape.sequences  # tokens that wait for the first training
+        self._sources: Sequence[RowSource] = ()
+
+    @abstractmethod
+    def train(self, keys: Tensor) -> Tensor:
+        """The learnt tensor for keys `[H_kv, n, D]`, n > 0."""
+
+    @abstractmethod
+    def encode(self, keys: Tensor, trained: Tensor) -> Tensor:
+        """Codes `[H_kv, n, width]` of keys `[H_kv, n, D]`."""
+
+    @property
+    def lengths(self) -> list[int]:  # type: ignore[override]
+        return [coded + waiting for coded, waiting in zip(self._codes.lengths, self._waiting, strict=True)]
+
+    @property
+    def nbytes(self) -> int:
+        return self._codes.nbytes + sum(held.nbytes for held in self._trained if held is not None)
+
+    def bind(self, sources: Sequence[RowSource]) -> None:
+        self._sources = sources
+
+    def append(self, sequence: int, keys: Tensor) -> None:
+        trained = self._trained[sequence]
+        if trained is None:
+            self._waiting[sequence] += keys.shape[1]
+        else:
+            self._codes.append(sequence, self.encode(keys, trained))
+
+    def end_of_prompt(self, sequence: int, observed: ObservedQueries | None, offset: int) -> None:
+        self._waiting[sequence] = self.lengths[sequence]
+        self._codes.truncate(sequence, 0)
+        self._trained[sequence] = None
+        self.trained(sequence)
+
+    def truncate(self, sequence: int, tokens: int) -> None:
+        self._codes.truncate(sequence, tokens)
+        self._waiting[sequence] = min(self._waiting[sequence], tokens - self._codes.lengths[sequence])
+
+    @property
+    @abstractmethod
+    def trained_shape(self) -> tuple[int, ...]:
+        """Shape of the learnt tensor of a sequence."""
+
+    def archive(self, archive: Archive, tokens: list[int]) -> None:
+        super().archive(archive, tokens)
+        lengths = self.lengths
+        for b, own in archive.each("sequence", len(tokens)):
+            held = own.optional("trained", self._trained[b], self.trained_shape, torch.float32)
+            self._trained[b] = held
+            self._waiting[b] = own.integer("waiting", self._waiting[b], most=tokens[b])
+        coded = [count - waiting for count, waiting in zip(tokens, self._waiting, strict=True)]
+        if any(count and held is None for count, held in zip(coded, self._trained, strict=True)):
+            archive.refuse("trained", "what the codes were made by", "none")
+        assert not archive.saving or lengths == tokens
+        self._codes.archive(archive, "codes", list(coded))
+
+    def select(self, sequences: list[int]) -> Self:
+        chosen = super().select(sequences)
+        chosen._codes = self._codes.select(sequences)
+        chosen._trained = [self._trained[b] for b in sequences]
+        chosen._waiting = [self._waiting[b] for b in sequences]
+        return chosen
+
+    def prepare(self, sequences: list[int]) -> None:
+        for b in sequences:
+            self.trained(b)
+
+    def codes(self, sequence: int) -> Tensor:
+        """The codes of all tokens of a sequence; call `trained` first."""
+        return self._codes.view(sequence)
+
+    def trained(self, sequence: int) -> Tensor | None:
+        """The learnt tensor of a sequence, computed if needed; None for a zone that has always been empty."""
+        count = self._waiting[sequence]
+        if self._trained[sequence] is None and count:
+            keys = zone_rows(self._sources[sequence], 0, count)[:, :, 0].to(self._device)
+            self._trained[sequence] = held = self.train(keys)
+            self._waiting[sequence] = 0
+            self._codes.append(sequence, self.encode(keys, held))
+        return self._trained[sequence]
 
 
 def archive_excluded(archive: Archive, ids: Tensor | None, heads: int, tokens: int) -> Tensor | None:

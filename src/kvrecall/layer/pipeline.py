@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.attend import attend_block, attend_causal, attend_rows, attend_selected, attend_zones
-from kvrecall.cache.transfer import bring
+from kvrecall.cache.copies import bring
 from kvrecall.core.cuda import HostCopy, to_device
 from kvrecall.core.structs import AttentionParams, HostRows, Partial, Rows
 from kvrecall.layer.state import LayerState, of_sequences

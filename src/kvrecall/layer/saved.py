@@ -6,27 +6,15 @@ undo exactly.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from kvrecall.core.archive import Archive
 from kvrecall.core.structs import HeldSelection, Rows
+from kvrecall.layer.history import mend
 from kvrecall.layer.state import LayerState
-from kvrecall.layer.undo import mend
 
 _ESTIMATED = torch.bfloat16, torch.float16, torch.float32
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    """H_q, H_kv, D and the dtype of a layer."""
-
-    query_heads: int
-    heads: int
-    dim: int
-    dtype: torch.dtype
 
 
 def archive_layer(state: LayerState, archive: Archive) -> None:
@@ -40,8 +28,7 @@ def archive_layer(state: LayerState, archive: Archive) -> None:
         state.raise_non_finite()
         state.store.memory.arrive()
     shape, tokens = state.shape, [zone.length for zone in state.store.host]
-    sizes = _Sizes(shape.query_heads, shape.kv_heads, shape.head_dim, shape.dtype)
-    query = (sizes.query_heads, sizes.dim)
+    query = (shape.query_heads, shape.head_dim)
     state.scaling = archive.number("scaling", state.scaling)
     for b, own in archive.each("sequence", shape.sequences):
         _archive_window(state, own, b, tokens[b])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import replace
 from functools import partial
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -14,16 +15,27 @@ from torch import Tensor
 from kvrecall.cache.blocks import BlockTable
 from kvrecall.cache.device_memory import has_own_memory
 from kvrecall.cache.layer import LayerStore
+from kvrecall.core.cuda import HostCopy
+from kvrecall.core.errors import NonFiniteError
 from kvrecall.core.launch import kernels_available
 from kvrecall.core.pieces import stretches
-from kvrecall.core.structs import Budget, HeldSelection, HostRows, HostTable, Rows, Selection, StepStats, join_rows, stack_rows
+from kvrecall.core.structs import (
+    Budget,
+    HeldSelection,
+    HostRows,
+    HostTable,
+    Rows,
+    Selection,
+    StepStats,
+    join_rows,
+    lasting_tensors,
+    stack_rows,
+)
 from kvrecall.fetch import Fetched, fetch_rows
 from kvrecall.fetch.in_place import RowTables
 from kvrecall.index.base import LayerShape, stack_selections
 from kvrecall.layer.counters import Counters
-from kvrecall.layer.non_finite import NonFinite
-from kvrecall.layer.rewind import LastSteps
-from kvrecall.layer.undo import Mark, all_of_it, mend
+from kvrecall.layer.history import LastSteps, Reversible, all_of_it, mend
 from kvrecall.methods.base import Method
 from kvrecall.select.queries import ObservedQueries, QueryLog
 from kvrecall.static.choice import Observation, StaticSet
@@ -31,7 +43,7 @@ from kvrecall.static.sets import StaticRefresh, StaticSets
 from kvrecall.trigger.segments import SegmentLog
 
 
-class LayerState:
+class LayerState(Reversible):
     """State of one layer under one method. `layer` is its number in the model."""
 
     def __init__(
@@ -42,6 +54,7 @@ class LayerState:
         tables: block tables of the sequences, which the layers of a cache share; None: of this layer alone. rows_on_device:
         whether rows of the retrieval zone are to lie on the device as long as it has room for them; None: where the layer
         searches nothing, and the device has memory of its own."""
+        super().__init__()
         self.layer, self.shape, self._observe = layer, shape, observe_queries
         size = shape.sequences, shape.kv_heads, shape.head_dim
         near = self._belongs_near(method) if rows_on_device is None else rows_on_device
@@ -55,12 +68,6 @@ class LayerState:
         """Called with (queries, budget, sequences) right before each search; for evaluation."""
         self.non_finite = NonFinite(layer, shape.sequences, shape.device)
         """Which sequences were given a key or value that is not finite."""
-        self.half_built = False
-        """Whether an error has struck while tables of the index were written."""
-        self.mark: Mark | None = None
-        """While the layer is changed, what to go back to; see `layer/undo.py`."""
-        self.last_steps = LastSteps()
-        """The decode steps of the last call, as far as a crop can undo them."""
         self._adopt(method)
 
     def _belongs_near(self, method: Method) -> bool:
@@ -315,13 +322,6 @@ class LayerState:
         self.held.pop(sequence, None)
         self.fetched.pop(sequence, None)
 
-    @contextmanager
-    def building_index(self) -> Iterator[None]:
-        """Marks the layer as torn while an error inside is not undone."""
-        before, self.half_built = self.half_built, True
-        yield
-        self.half_built = before
-
     def select(self, sequences: list[int], tables: list[BlockTable] | None = None) -> LayerState:
         """A new state whose sequence i is this one's `sequences[i]`. The two share nothing that either may change.
 
@@ -440,6 +440,55 @@ class LayerState:
         offset, count = self.store.zones(sequence).sink, self.statics.count(sequence)
         sight = Observation(seen, others, offset, self.top_k, self.scaling, count).kept()
         return StaticRefresh(config, sight, tokens, self.shape, self.store.host[sequence], index)
+
+
+class NonFinite:
+    """Which sequences of a layer were given a key or value that is not finite. A CPU raises at once. A GPU sets a
+    flag without waiting; a later check raises."""
+
+    def __init__(self, layer: int, sequences: int, device: torch.device) -> None:
+        self._layer = layer
+        with lasting_tensors():
+            self._flags = torch.zeros(sequences, dtype=torch.bool, device=device)
+        self._read: HostCopy | None = None
+
+    def guard(self, keys: Tensor, values: Tensor) -> None:
+        """Checks `[B, H_kv, T, D]`: raises NonFiniteError on a CPU, sets flags on a GPU."""
+        if self._flags.device.type == "cpu":
+            if not (torch.isfinite(keys).all() & torch.isfinite(values).all()):
+                bad = ~(torch.isfinite(keys) & torch.isfinite(values)).flatten(1).all(1)
+                raise NonFiniteError(self._layer, int(bad.nonzero()[0, 0]))
+        else:
+            self |= ~(torch.isfinite(keys).flatten(1).all(1) & torch.isfinite(values).flatten(1).all(1))
+
+    def __ior__(self, flags: Tensor) -> Self:
+        """Adds flags bool `[B]`."""
+        self._flags |= flags
+        return self
+
+    def check(self) -> None:
+        """Raises NonFiniteError if a flag is set. Synchronises."""
+        bad = self._flags.nonzero()
+        if bad.numel():
+            raise NonFiniteError(self._layer, int(bad[0, 0]))
+
+    def poll(self) -> None:
+        """Checks the flags of an earlier call and starts the next read. The host never waits: errors come one call late."""
+        if self._flags.device.type == "cpu":
+            return
+        flags = None if self._read is None else self._read.ready()
+        if flags is not None and flags[0].any():
+            self.check()
+        if self._read is None or flags is not None:
+            self._read = HostCopy(self._flags)
+
+    def select(self, sequences: list[int]) -> NonFinite:
+        """Flags whose sequence i is this one's `sequences[i]`."""
+        chosen = copy(self)
+        with lasting_tensors():
+            chosen._flags = self._flags[torch.tensor(sequences, device=self._flags.device, dtype=torch.int64)]
+        chosen._read = None
+        return chosen
 
 
 def of_sequences(sequences: list[int], queries: Tensor) -> Tensor:

@@ -1,4 +1,7 @@
-"""The base of all methods: exchangeable parts, and the hyper-parameters that all methods share."""
+"""The base of all methods: exchangeable parts, the hyper-parameters that all methods share, and the rules for combining parts.
+
+Every refusal has a reason; `scripts/composition_table.py` prints all pairs.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,14 @@ from typing import Any, ClassVar
 
 from kvrecall import parts
 from kvrecall.cache.zones import ZoneSizes
-from kvrecall.core.errors import ParameterError, UnknownNameError
+from kvrecall.core.errors import CompositionError, ParameterError, UnknownNameError
+from kvrecall.core.launch import have_numba
 from kvrecall.core.typed_fields import TypedFields
 from kvrecall.fetch import Direct, Staged
 from kvrecall.index.base import Index, IndexConfig, LayerShape
 from kvrecall.index.page_means import PageMeans, PageMeansIndex
 from kvrecall.index.table import in_whole_blocks
 from kvrecall.index.wrapper import Pruning
-from kvrecall.methods.compose import check
 from kvrecall.static.choice import StaticChoice
 from kvrecall.trigger import EveryStep, FixedStride, SemanticBoundary, Trigger
 from kvrecall.trigger.speculative import Speculative
@@ -24,6 +27,8 @@ HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256)
 
 SAME_IN_ALL_LAYERS = ("sink_tokens", "local_tokens", "update_interval", "dense_layers", "per_layer")
 """Fields that `per_layer` cannot change: zones are the same in all layers, and lists of layers concern all layers."""
+
+PLACES = ("device", "host")
 
 AnyTrigger = EveryStep | FixedStride | SemanticBoundary | Speculative
 
@@ -81,7 +86,7 @@ class Method(TypedFields):
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
         if any(layer < 0 for layer in self.dense_layers):
             raise ParameterError("dense_layers", "numbers of layers, from 0 on", self.dense_layers, "Layers count from 0.")
-        check(self)
+        _check(self)
         object.__setattr__(self, "per_layer", self._checked_layers())
 
     def at(self, layer: int) -> Method:
@@ -207,3 +212,72 @@ class Method(TypedFields):
         """Device bytes that all sequences of `layers` layers share, such as the maps of a model."""
         config = self.index_config()
         return 0 if config is None else config.shared_nbytes(shape, layers, tokens)
+
+
+def _check(method: Method) -> None:
+    """Raises ParameterError or CompositionError for parts that do not fit together."""
+    label = type(method).__name__
+    if method.attend not in (None, *PLACES):
+        raise ParameterError("attend", "device or host", method.attend, "host attends on the CPU, where the rows lie.")
+    if method.index is not None and method.own_index() is not None:
+        raise CompositionError(f"{label}(index={method.index})", f"{label} is its index", "Use kvrecall.Method(index=…).")
+    for config in (method.trigger_config, method.static_config, method.prune_config, method.fetch_config):
+        config()  # raises for impossible hyper-parameters
+    index = method.index_config()
+    if index is None:
+        _without_index(method, label)
+        return
+    if method.top_k is None:
+        raise ParameterError("top_k", "an integer > 0", None, "Use kvrecall.Full() to attend to everything.")
+    _with_index(method)
+
+
+def _without_index(method: Method, label: str) -> None:
+    if label == "Method":
+        raise ParameterError(
+            "index", f"one of {', '.join(parts.names('index'))}", None, "Use kvrecall.Full() to search nothing."
+        )
+    for role in ("trigger", "static", "gqa", "prune", "rest", "fetch", "attend"):
+        if getattr(method, role) is not None:
+            raise CompositionError(
+                f"{label}({role}={getattr(method, role)})",
+                "nothing is ever searched or fetched",
+                "Choose a method that retrieves.",
+            )
+
+
+def _with_index(method: Method) -> None:
+    index = method.index_config()
+    assert index is not None
+    if method.attends_on_host:
+        if method.fetch is not None:
+            raise CompositionError(
+                f"attend=host with fetch={method.fetch}",
+                "the rows stay where they lie, nothing is fetched",
+                "Leave one of them out.",
+            )
+        if index.weighs:
+            raise CompositionError(
+                f"index={index} with attend=host", "weights of sampled tokens have no CPU kernel", 'Use attend="device".'
+            )
+        if not have_numba():
+            raise CompositionError("attend=host", "attention on the CPU is compiled by numba", "pip install numba.")
+    prune = method.prune_config()
+    if prune is not None and index.weighs:
+        raise CompositionError(
+            f"index={index} with prune={prune}", "sampled tokens stand for those that were not", "Leave one of them out."
+        )
+    rest = method.rest_config()
+    if rest is not None and (index.weighs or index.estimates):
+        why = "it estimates what it leaves out itself" if index.estimates else "sampled tokens stand for those that were not"
+        raise CompositionError(f"index={index} with rest={rest}", why, "Leave one of them out.")
+    static = method.static_config()
+    if static is not None and index.static_refusal:
+        raise CompositionError(f"index={index} with static={static}", index.static_refusal, "Leave the static set out.")
+    longest = max(index.segment_lengths or (0,))
+    if method.update_interval < longest:
+        raise CompositionError(
+            f"index={index} with update_interval={method.update_interval}",
+            f"whole segments of up to {longest} tokens leave the window, more than its buffer holds",
+            "Raise update_interval or lower max_segment_tokens.",
+        )

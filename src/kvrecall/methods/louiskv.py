@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvrecall.index.clusters import ClusterConfig
+from kvrecall.index.units.clusters import ClusterConfig
 from kvrecall.methods.base import Method
 from kvrecall.trigger import SemanticBoundary
 

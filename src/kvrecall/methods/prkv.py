@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from kvrecall.core.errors import ParameterError
 from kvrecall.fetch import Staged
-from kvrecall.index.pages import PageConfig
+from kvrecall.index.units.pages import PageConfig
 from kvrecall.methods.base import Method
 from kvrecall.static.choice import ObservationWindow, check_lead
 

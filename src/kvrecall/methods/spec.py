@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrecall.core.errors import ParameterError
+from kvrecall.core.texts import split_at_commas, whole
 from kvrecall.core.whole_files import parse_json
 from kvrecall.methods.base import Method
 from kvrecall.methods.registry import get, name_of
@@ -94,8 +95,8 @@ def parse(text: str) -> Spec:
     elif text.endswith(_SUFFIXES):
         spec = text.strip()  # a folder with an @ in its name
     else:
-        budget = int(count) if count.isascii() and count.isdigit() and len(count) < 19 else 0
-        if not budget:
+        budget = whole(count)
+        if budget < 1:
             raise ParameterError("method", FORM, text, "Behind @ stands a whole number of tokens from 1 on, as in pariskv@512.")
     if spec.endswith(_SUFFIXES):
         return Spec(spec, spec, budget=budget)
@@ -144,25 +145,12 @@ def listed(text: str) -> list[str]:
     file.
     """
     found: list[str] = []
-    for part in (part.strip() for part in _between_commas(text)):
+    for part in (part.strip() for part in split_at_commas(text)):
         before_budget = part if part.endswith(_SUFFIXES) else part.rpartition("@")[0] or part
         if found and ":" in found[-1] and _SETTING.match(part) and not before_budget.endswith(_SUFFIXES):
             found[-1] += f",{part}"
         elif part:
             found.append(part)
-    return found
-
-
-def _between_commas(text: str) -> list[str]:
-    """Splits at commas outside brackets and quotes."""
-    found, depth, quoted = [""], 0, False
-    for letter in text:
-        quoted ^= letter == '"'
-        depth = max(0, depth + (0 if quoted else {"[": 1, "{": 1, "]": -1, "}": -1}.get(letter, 0)))
-        if letter == "," and not quoted and not depth:
-            found.append("")
-        else:
-            found[-1] += letter
     return found
 
 

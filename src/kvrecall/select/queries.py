@@ -78,16 +78,8 @@ class QueryLog:
         """Takes over the queries of another log of the same sequences."""
         self._kept = [None if kept is None else kept.last(self.window) for kept in other._kept]
 
-    def kept(self) -> list[ObservedQueries | None]:
-        """The kept queries of every sequence, for `restore`."""
-        return list(self._kept)
-
-    def restore(self, kept: list[ObservedQueries | None]) -> None:
-        """Restores kept queries."""
-        self._kept = list(kept)
-
     def rewind(self, sequence: int, seen: ObservedQueries | None) -> None:
-        """Restores the queries that `seen` returned before a step."""
+        """Restores the queries that `seen` returned before a change."""
         self._kept[sequence] = seen
 
     def truncate(self, sequence: int, tokens: int) -> None:

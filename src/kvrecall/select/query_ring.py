@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvrecall.core.rings import places
 from kvrecall.select.queries import QueryLog
 
 
@@ -31,3 +30,8 @@ class QueryRing:
         lse = self.lse[slot][:, at].transpose(1, 2).flatten(0, 1)
         log.add(sequence, queries, lse, sink + coming - count)
         log.shrink(sequence, self.window)
+
+
+def places(first: int, count: int, ring: int, device: torch.device) -> Tensor:
+    """int64 `[count]`: the places in a ring buffer of `ring` rows of the tokens first .. first + count - 1."""
+    return torch.arange(first, first + count, device=device) % ring

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvrecall.cache.prefetch import read_keys
+from kvrecall.cache.copies import read_keys
 from kvrecall.cache.zone_rows import ZoneRows
 from kvrecall.core.archive import Archive
 from kvrecall.core.pieces import Work, stretches

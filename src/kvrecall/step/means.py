@@ -12,8 +12,7 @@ from torch import Tensor
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import Rows
 from kvrecall.index.base import LayerShape
-from kvrecall.index.page_means import PageMeans
-from kvrecall.index.page_means.index import log_left
+from kvrecall.index.page_means import PageMeans, log_left
 from kvrecall.step.stream import HostBlocks
 
 

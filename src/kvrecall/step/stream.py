@@ -9,6 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from kvrecall.cache.copies import rotate
 from kvrecall.cache.host_memory import Region
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.launch import cdiv
@@ -92,8 +93,6 @@ class Stream:
         with lasting_tensors():
             size = PLACES, STREAMED_TOKENS * shape.kv_heads * 2 * shape.head_dim
             self._places = torch.empty(size, dtype=shape.dtype, device=shape.device)
-        gpu = shape.device.type == "cuda"
-        self._stream = torch.cuda.Stream(shape.device, priority=-1) if gpu else None
 
     @contextmanager
     def pieces(self, host: HostBlocks, table: list[int], stop: int) -> Iterator[Iterator[Tensor]]:
@@ -101,40 +100,23 @@ class Stream:
 
         Copying starts when the context is entered. Each piece must be used before the next one is requested.
         """
-        if self._stream is None:
+        if self._device.type != "cuda":
             yield host.pieces(table, stop)
             return
-        size, stream, here = host.block_size, self._stream, torch.cuda.current_stream(self._device)
-        most = STREAMED_TOKENS // size  # blocks of a piece
-        starts, sent = list(range(0, cdiv(stop, size), most)), []
+        size, most = host.block_size, STREAMED_TOKENS // host.block_size  # blocks of a piece
         places = self._places.view(PLACES, most, *host.rows.shape[1:])
+        own = [table[start : min(start + most, cdiv(stop, size))] for start in range(0, cdiv(stop, size), most)]
 
-        def send(number: int) -> None:
-            if number >= len(starts):
-                return
-            stream.wait_stream(here)  # readers of the old content
-            with torch.cuda.stream(stream):
-                own = table[starts[number] : min(starts[number] + most, cdiv(stop, size))]
-                place = places[number % PLACES]
-                for at, first, count in runs(own, host.borders):
-                    place[at : at + count].copy_(host.rows[first : first + count], non_blocking=True)
-                sent.append(torch.cuda.Event())
-                sent[-1].record()
+        def fill(number: int) -> None:
+            for at, first, count in runs(own[number], host.borders):
+                places[number % PLACES, at : at + count].copy_(host.rows[first : first + count], non_blocking=True)
 
-        def taken() -> Iterator[Tensor]:
-            for number, start in enumerate(starts):
-                here.wait_event(sent[number])
-                count = min(most, cdiv(stop, size) - start)
-                rows = places[number % PLACES, :count].transpose(0, 1).flatten(1, 2)[:, : stop - start * size]
-                send(number + PLACES)
-                yield rows
+        def rows_of(number: int) -> Tensor:
+            rows = places[number % PLACES, : len(own[number])].transpose(0, 1).flatten(1, 2)
+            return rows[:, : stop - number * most * size]
 
-        for number in range(PLACES):
-            send(number)
-        try:
-            yield taken()
-        finally:
-            here.wait_stream(stream)  # copies in flight must end before buffers are reused
+        with rotate(self._device, len(own), PLACES, fill, rows_of) as pieces:
+            yield pieces
 
 
 def runs(blocks: list[int], borders: Container[int] = ()) -> list[tuple[int, int, int]]:

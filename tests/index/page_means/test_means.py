@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from kvrecall import methods
 from kvrecall.cache.blocks import CPU_BLOCK_TOKENS
 from kvrecall.core.structs import Budget
+from kvrecall.index import page_means
 from kvrecall.index.page_means import PageMeansIndex
-from kvrecall.index.page_means import index as page_means
+from kvrecall.layer.history import all_of_it
 from kvrecall.layer.pipeline import decode_step, prefill_layer
 from kvrecall.layer.state import LayerState
-from kvrecall.layer.undo import all_of_it
 from kvrecall.methods import Method
 from kvrecall.select.queries import ObservedQueries
 from tests.one_layer import ZONES, layer, normal, params

@@ -15,9 +15,9 @@ from kvrecall.index.base import LayerShape
 from kvrecall.index.sphere import SphereConfig, SphereIndex
 from kvrecall.index.sphere.pages import ALIGNMENT, CodeLayout, CodePages
 from kvrecall.index.statistics import LayerStatistics
+from kvrecall.layer.history import all_of_it
 from kvrecall.layer.pipeline import prefill_layer
 from kvrecall.layer.state import LayerState
-from kvrecall.layer.undo import all_of_it
 from kvrecall.methods import get
 from tests.index.sphere.build import index_in_blocks, index_of, search_both, synthetic_keys
 from tests.index.sphere.with_statistics import OWN, usual

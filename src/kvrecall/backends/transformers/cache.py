@@ -28,7 +28,6 @@ from kvrecall.backends.transformers.statistics import statistics_of
 from kvrecall.backends.transformers.token_log import TokenLog
 from kvrecall.cache.device_memory import has_own_memory, room_for_rows
 from kvrecall.cache.host_memory import available_host_bytes
-from kvrecall.core.counts import integer
 from kvrecall.core.errors import (
     HostMemoryError,
     NotAttachedError,
@@ -36,6 +35,7 @@ from kvrecall.core.errors import (
 )
 from kvrecall.core.fp8 import SCALE_BYTES
 from kvrecall.core.structs import lasting_tensors
+from kvrecall.core.texts import integer
 from kvrecall.layer.stats import CacheStats
 from kvrecall.methods.base import Method
 

@@ -24,10 +24,10 @@ from kvrecall.backends.transformers.signature import ModelSignature
 from kvrecall.backends.transformers.statistics_file import ModelStatistics
 from kvrecall.backends.transformers.token_log import TokenLog
 from kvrecall.cache.blocks import BlockPool, BlockTable, block_size_on
-from kvrecall.core.counts import integer
 from kvrecall.core.errors import CacheInUseError, CacheWriterError, InterruptedPassError, ParameterError
+from kvrecall.core.extras import check_process
 from kvrecall.core.fp8 import check_host_rows
-from kvrecall.core.process import check_process
+from kvrecall.core.texts import integer
 from kvrecall.methods.base import Method
 
 _pools: WeakKeyDictionary[PreTrainedModel, dict[torch.device, BlockPool]] = WeakKeyDictionary()

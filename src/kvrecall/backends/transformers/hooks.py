@@ -37,7 +37,7 @@ from kvrecall.core.errors import (
     ParameterError,
     UnsupportedModelError,
 )  # fmt: skip
-from kvrecall.core.process import check_process
+from kvrecall.core.extras import check_process
 
 _lock = threading.RLock()
 _attached: WeakKeyDictionary[PreTrainedModel, Attachment] = WeakKeyDictionary()

@@ -32,8 +32,8 @@ from kvrecall.core.structs import AttentionParams
 from kvrecall.index.base import LayerShape, with_statistics
 from kvrecall.index.statistics import LayerStatistics
 from kvrecall.index.table import WIDE
+from kvrecall.layer.history import mend
 from kvrecall.layer.state import LayerState
-from kvrecall.layer.undo import mend
 from kvrecall.methods.base import HEAD_DIMS, Method
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

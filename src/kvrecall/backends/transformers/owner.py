@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from kvrecall.core.errors import CacheInUseError
-from kvrecall.core.process import check_process
+from kvrecall.core.extras import check_process
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -7,10 +7,10 @@ zones, rows that move to the host are indexed, and the index sees the observed q
 from __future__ import annotations
 
 from kvrecall.cache.blocks import BlockTable
-from kvrecall.cache.transfer import bring
+from kvrecall.cache.copies import bring
 from kvrecall.index.base import LayerShape
+from kvrecall.layer.history import mend
 from kvrecall.layer.state import LayerState
-from kvrecall.layer.undo import mend
 from kvrecall.methods.base import Method
 
 _PIECE_TOKENS = 4096

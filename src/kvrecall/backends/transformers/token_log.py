@@ -93,7 +93,7 @@ class TokenLog:
         """Saves or loads the ids; see `core.archive`. tokens: stored tokens per sequence."""
         held = archive.optional("ids", self.ids(), (sequences, tokens), torch.int64, least=0)
         self._known = archive.flag("known", self._known)
-        if self.answered if archive.saving else archive.present("answer"):
+        if self.answered if archive.saving else archive.knows("answer"):
             self._answer = archive.integer("answer", self._answer or 0, most=tokens)
         if not archive.saving:
             self._pieces = [] if held is None else [held]

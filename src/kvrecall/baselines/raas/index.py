@@ -15,8 +15,8 @@ from kvrecall.core.archive import Archive
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.structs import Budget
 from kvrecall.index.base import Captured, LayerShape
-from kvrecall.index.pages import PageConfig, PageIndex
 from kvrecall.index.units import Units, fill_budget
+from kvrecall.index.units.pages import PageConfig, PageIndex
 from kvrecall.select.gqa import reduce_scores
 from kvrecall.select.topk import union_rows
 

@@ -12,14 +12,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvrecall.cache.prefetch import zone_rows
+from kvrecall.cache.copies import zone_rows
 from kvrecall.core.archive import Archive
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.structs import Budget, Rows, Selection
 from kvrecall.index.base import Captured, LayerShape
-from kvrecall.index.clusters import ClusterConfig, ClusterIndex
-from kvrecall.index.clusters.kmeans import cluster
 from kvrecall.index.units import Units, archive_units
+from kvrecall.index.units.clusters import ClusterConfig, ClusterIndex, cluster
 from kvrecall.select.gqa import reduce_scores
 from kvrecall.select.queries import ObservedQueries
 

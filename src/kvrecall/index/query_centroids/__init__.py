@@ -21,12 +21,12 @@ from torch import Tensor
 from kvrecall.core.archive import Archive
 from kvrecall.core.cuda import HostCopy
 from kvrecall.core.errors import ParameterError, UnknownNameError
-from kvrecall.core.launch import kernels_available
+from kvrecall.core.launch import have_numba, kernels_available
 from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.base import Index, IndexConfig, LayerShape, RowSource, stack_selections
 from kvrecall.index.query_centroids import lists as ivf
 from kvrecall.index.query_centroids.lists import CentroidLists, Recalled
-from kvrecall.index.query_centroids.rerank import Rerank, distinct, have_numba, rerank
+from kvrecall.index.query_centroids.rerank import Rerank, distinct, rerank
 from kvrecall.index.tokens import archive_excluded
 from kvrecall.select.queries import ObservedQueries
 

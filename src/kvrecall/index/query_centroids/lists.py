@@ -6,16 +6,14 @@ scores, without underflow. Lists are ascending in id, padded with -1 (score -inf
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvrecall.core.archive import Archive
+from kvrecall.core.launch import have_numba
 from kvrecall.index.base import LayerShape
 from kvrecall.index.units import inner_products
 from kvrecall.select.queries import ObservedQueries
@@ -191,13 +189,8 @@ def _pad_last(ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
 
 def best_positions(scores: Tensor, k: int) -> Tensor:
     """Ascending positions of the k largest, int `[..., k]`, ties to the lower one."""
-    return _picker(scores.device.type)(scores, k)
-
-
-@cache
-def _picker(device: str) -> Callable[[Tensor, int], Tensor]:
-    if device == "cpu" and find_spec("numba") is not None:
+    if scores.device.type == "cpu" and have_numba():
         from kvrecall.index.query_centroids.cpu import top_k_rows
 
-        return top_k_rows
-    return lambda scores, k: top_k_positions(scores, k).to(torch.int32)
+        return top_k_rows(scores, k)
+    return top_k_positions(scores, k).to(torch.int32)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from kvrecall.core.cuda import to_device
-from kvrecall.core.launch import kernels_available
+from kvrecall.core.launch import have_numba, kernels_available
 from kvrecall.core.structs import Budget
 from kvrecall.index.base import RowSource
 from kvrecall.index.query_centroids import reference
@@ -114,9 +112,3 @@ def _among(ids: Tensor, barred: Tensor) -> Tensor:
     """bool `[H_kv, R]`: whether each id is among the ascending `barred` `[H_kv, m]`."""
     place = torch.searchsorted(barred.contiguous(), ids.contiguous()).clamp_max(barred.shape[1] - 1)
     return barred.gather(1, place) == ids
-
-
-@cache
-def have_numba() -> bool:
-    """Whether numba is installed."""
-    return find_spec("numba") is not None

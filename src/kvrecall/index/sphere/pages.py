@@ -16,7 +16,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from kvrecall.cache.block_bytes import BlockBytes
+from kvrecall.cache.block_rows import BlockBytes
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import lasting_tensors
 from kvrecall.index.sphere.codes import BLOCK, MAGNITUDE_BYTES, Codes

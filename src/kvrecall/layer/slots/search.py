@@ -13,12 +13,11 @@ from kvrecall.attend.step import StepAttention
 from kvrecall.cache.slot_zones import DeviceZones, PlannedZones, SlotZones, ZonePlan
 from kvrecall.cache.zones import ZoneLengths
 from kvrecall.core.errors import CaptureError
-from kvrecall.core.rings import places
 from kvrecall.core.structs import AttentionParams, HeldSelection
 from kvrecall.index.step import SlotSpec, SlotStep
 from kvrecall.layer.slots.base import Group, SlotLayer, keeps_rows
 from kvrecall.layer.state import LayerState
-from kvrecall.select.query_ring import QueryRing
+from kvrecall.select.query_ring import QueryRing, places
 from kvrecall.static.sets import StaticRefresh
 from kvrecall.trigger.device import DeviceTrigger, Marks
 from kvrecall.trigger.speculative import Speculative

@@ -15,10 +15,10 @@ from kvrecall.backends.transformers.cache import RetrievalCache
 from kvrecall.backends.transformers.capture.verify import Attended
 from kvrecall.backends.transformers.layer import LAYER_TAG
 from kvrecall.core.errors import CaptureError
-from kvrecall.core.rings import places
 from kvrecall.core.structs import AttentionParams, Rows
 from kvrecall.merge import merge, sink_logits
 from kvrecall.methods.base import HEAD_DIMS
+from kvrecall.select.query_ring import places
 
 _REMEDY = "Decode uncaptured (capture=None)."
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvrecall.cache.session_folder import opened_files
-from kvrecall.cache.session_index import SavedSession
+from kvrecall.cache.session_folder import SavedSession, opened_files
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,8 @@ from kvrecall.backends.transformers.session.state import SavedState, WrittenBloc
 from kvrecall.cache.block_rows import BlockRows
 from kvrecall.cache.blocks import BlockPool, BlockTable
 from kvrecall.cache.host_memory import available_host_bytes
-from kvrecall.cache.session_files import OpenFiles, fill_blocks, finish, threads
-from kvrecall.cache.session_folder import opened_files
-from kvrecall.cache.session_index import SavedPart, SavedSession
-from kvrecall.cache.session_rows import block_nbytes, reader_of
+from kvrecall.cache.session_files import OpenFiles, block_nbytes, fill_blocks, finish, reader_of, threads
+from kvrecall.cache.session_folder import SavedPart, SavedSession, opened_files
 from kvrecall.core.archive import Notes, Reader
 from kvrecall.core.errors import HostMemoryError, KVRecallError, SessionError
 from kvrecall.core.launch import cdiv

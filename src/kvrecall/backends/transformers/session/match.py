@@ -9,7 +9,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from kvrecall.backends.transformers.families import Heads
 from kvrecall.backends.transformers.fingerprint import Fingerprint, fingerprint_of_config
 from kvrecall.backends.transformers.signature import ModelSignature
-from kvrecall.cache.session_index import SavedSession
+from kvrecall.cache.session_folder import SavedSession
 from kvrecall.core.errors import KVRecallError, SessionError
 from kvrecall.layer.state import LayerState
 from kvrecall.methods.base import Method

@@ -29,9 +29,9 @@ from kvrecall.backends.transformers.session import parts
 from kvrecall.backends.transformers.session.info import SessionInfo, info_of
 from kvrecall.backends.transformers.session.match import check_heads, check_readable, registered_name
 from kvrecall.backends.transformers.session.state import SavedState, WrittenBlock, WrittenMemory
-from kvrecall.cache.session_files import NewFile, write
-from kvrecall.cache.session_folder import DATA, clean, locked
-from kvrecall.cache.session_index import (
+from kvrecall.cache.session_files import NewFile, block_bytes, block_nbytes, form_of, write
+from kvrecall.cache.session_folder import (
+    DATA,
     VERSION,
     SavedBlocks,
     SavedFile,
@@ -40,9 +40,10 @@ from kvrecall.cache.session_index import (
     SavedSession,
     SavedTensor,
     checksum_of,
+    clean,
+    locked,
     write_index,
 )
-from kvrecall.cache.session_rows import block_bytes, block_nbytes, form_of
 from kvrecall.core.archive import MOST, Notes, Writer
 from kvrecall.core.errors import ParameterError, SessionError
 from kvrecall.core.launch import cdiv

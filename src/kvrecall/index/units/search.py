@@ -9,18 +9,14 @@ while units are added, up to the number it was made for.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from kvrecall.core.launch import cdiv, next_power_of_2, overlapping
-from kvrecall.index.unit_kernels import SCORE_STEP, UNIT_FIELDS
-from kvrecall.index.unit_kernels.fill import ascend_kernel, expand_kernel, fill_kernel
-from kvrecall.index.unit_kernels.score import score_kernel
+from kvrecall.index.units.kernels import ascend_kernel, expand_kernel, fill_kernel, score_kernel
+from kvrecall.index.units.plan import FIELDS, SCORE_STEP, UnitKind
 from kvrecall.select.kernels import lanes_at_once
 
-FIELDS = len(UNIT_FIELDS)
 _DOT_UNITS, _SUM_UNITS = 64, 32
 """Units per program of the scores, by tensor cores and without."""
 _DOT_LANES = 16
@@ -32,34 +28,6 @@ _CANDIDATES = 1024
 """Kept units that a program of the second level has in its registers."""
 _TOKENS, _COMPARED = 16, 512
 """Ids per program of the second level and of the sort, and ids that the sort compares at a time."""
-_UNBOUNDED = 2**31 - 1
-
-
-def plan_row(reps: Tensor, members: Tensor, offsets: Tensor, scores: Tensor, budget: int = _UNBOUNDED) -> list[int]:
-    """One sequence's row of a plan: reps `[H_kv, U, R]`, members int32 `[H_kv, n]`, offsets int32 `[H_kv, U + 1]`, memory for
-    scores (see `GpuUnitSearch.scores_for`), and the most tokens that a search may find.
-
-    The tensors must not move while the plan is in use. They may have any distance between KV heads.
-    """
-    assert reps.stride(2) == 1 and (reps.stride(1) == reps.shape[2] or reps.shape[1] < 2), reps.stride()
-    assert reps.data_ptr() % 16 == 0 and reps.shape[2] * reps.element_size() % 16 == 0, "rows of whole 16 bytes"
-    row = [reps.shape[1], members.shape[1]]
-    for tensor in (reps, members, offsets):
-        row += [tensor.data_ptr(), tensor.stride(0)]
-    return [*row, budget, scores.data_ptr()]
-
-
-@dataclass(frozen=True)
-class UnitKind:
-    """Properties of units. volume: representations are hi | lo, else one mean. sized: log(tokens) is added to logits.
-
-    ordered: all members of a unit come before those of the next. least_tokens: smallest unit, but for one per sequence.
-    """
-
-    volume: bool
-    sized: bool = False
-    ordered: bool = False
-    least_tokens: int = 1
 
 
 class GpuUnitSearch:

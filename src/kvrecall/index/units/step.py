@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -15,12 +15,8 @@ from kvrecall.core.cuda import to_device
 from kvrecall.core.structs import lasting_tensors
 from kvrecall.index.base import Index
 from kvrecall.index.step import IndexStep, SlotSpec
-from kvrecall.index.unit_kernels.search import FIELDS, GpuUnitSearch, plan_row
-from kvrecall.index.units import GrowingUnits, Units
-
-if TYPE_CHECKING:
-    from kvrecall.index.clusters import ClusterIndex
-    from kvrecall.index.pages import PageIndex
+from kvrecall.index.units import GrowingUnits, UnitIndex, Units
+from kvrecall.index.units.plan import FIELDS, plan_row
 
 
 @dataclass(frozen=True)
@@ -61,8 +57,10 @@ class UnitStep(IndexStep):
     how units grow when tokens leave the window.
     """
 
-    def __init__(self, index: PageIndex | ClusterIndex, spec: SlotSpec, room: int) -> None:
+    def __init__(self, index: UnitIndex, spec: SlotSpec, room: int) -> None:
         """index: any index of the kind that will join. room: most units of a sequence."""
+        from kvrecall.index.units.search import GpuUnitSearch  # needs Triton
+
         super().__init__(spec)
         self.room, self._kind = room, type(index)
         b, heads, shape, device = spec.slots, spec.shape.kv_heads, spec.shape, spec.shape.device
@@ -92,7 +90,7 @@ class UnitStep(IndexStep):
     def join(self, slot: int, index: Index, sequence: int, zones: ZoneLengths, window: Tensor, budget: int, room: int) -> None:
         """Copies the sequence's units to a table with room for more, and makes its index use the table. Copies nothing if
         they are in the slot's table already."""
-        known = cast("PageIndex | ClusterIndex", index)
+        known = cast("UnitIndex", index)
         units, table, behind = known.units(sequence), self.tables.get(slot), zones.total - zones.sink
         limit = max(behind + room + 1, 0 if table is None else table.limit)  # joining again keeps the room of the first time
         if table is None or table.units is not units or table.limit < limit:
@@ -107,7 +105,7 @@ class UnitStep(IndexStep):
 
     def forget(self, slot: int, index: Index, sequence: int) -> None:
         """No step writes to the table any more. References to its units stay valid."""
-        known, table = cast("PageIndex | ClusterIndex", index), self.tables.pop(slot, None)
+        known, table = cast("UnitIndex", index), self.tables.pop(slot, None)
         self.plan.view(-1, self._heads, FIELDS)[slot] = 0
         if table is not None and isinstance(table.units, GrowingUnits) and known.units(sequence) is table.units:
             known.move(sequence, table.units.settled())

@@ -9,25 +9,28 @@ a page is one run of rows with holes. A token that leaves the static set needs n
 rows that are moved.
 """
 
+# Kernel launches take arguments that type checkers do not know.
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
+
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal, cast
 
 import torch
 from torch import Tensor
 
+from kvrecall.cache.zones import ZoneLengths
 from kvrecall.core.archive import Archive
 from kvrecall.core.errors import ParameterError, UnknownNameError
+from kvrecall.core.launch import cdiv, next_power_of_2
 from kvrecall.core.pieces import Work, finished, stretches
-from kvrecall.index.base import Captured, IndexConfig, LayerShape, RowSource
+from kvrecall.index.base import Captured, Index, IndexConfig, LayerShape
+from kvrecall.index.step import SlotSpec, SlotStep, end_arguments
 from kvrecall.index.tokens import archive_excluded
-from kvrecall.index.units import UnitIndex, Units, archive_units, inner_products
-
-if TYPE_CHECKING:
-    from kvrecall.index.step import IndexStep, SlotSpec
-    from kvrecall.index.unit_kernels.search import UnitKind
+from kvrecall.index.units import GrowingUnits, UnitIndex, Units, archive_units, inner_products
+from kvrecall.index.units.plan import FIELDS, UnitKind
+from kvrecall.index.units.step import UnitStep
 
 _BOUNDS = ("mean-deviation", "min-max", "mean")
 
@@ -82,11 +85,9 @@ class PageIndex(UnitIndex):
         super().__init__(shape, config)
         self._shape, self.config = shape, config
         self._units = [self._units_of_none()] * shape.sequences
-        self._excluded: list[Tensor | None] = [None] * shape.sequences
         self._counts = [0] * shape.sequences
         self.tails = [torch.empty(shape.kv_heads, 0, shape.head_dim, dtype=shape.dtype, device=shape.device)] * shape.sequences
         """Keys `[H_kv, n, D]` of each sequence's partly filled last page."""
-        self._sources: Sequence[RowSource] = ()
 
     @property
     def lengths(self) -> list[int]:  # type: ignore[override]
@@ -95,9 +96,6 @@ class PageIndex(UnitIndex):
     @property
     def nbytes(self) -> int:
         return sum(u.nbytes for u in self._units) + sum(t.numel() * t.element_size() for t in self.tails)
-
-    def bind(self, sources: Sequence[RowSource]) -> None:
-        self._sources = sources
 
     def append(self, sequence: int, keys: Tensor) -> None:
         """The last page may be partial: its keys are kept, and its volume is computed anew when more arrive."""
@@ -157,22 +155,17 @@ class PageIndex(UnitIndex):
             tail = (shape.kv_heads, left % size, shape.head_dim)
             self.tails[b] = own.tensor("tail", self.tails[b], tail, shape.dtype)
 
-    def slot_step(self, spec: SlotSpec) -> IndexStep:
-        from kvrecall.index.pages.step import PageStep  # needs Triton
-
+    def slot_step(self, spec: SlotSpec) -> PageStep:
         return PageStep(self, spec)
 
     @property
     def kind(self) -> UnitKind:
-        from kvrecall.index.unit_kernels.search import UnitKind
-
         return UnitKind(volume=self.config.points > 1, ordered=True, least_tokens=self.config.page_tokens)
 
     def units(self, sequence: int) -> Units:
         return self._units[sequence]
 
     def move(self, sequence: int, units: Units) -> None:
-        """Uses the same units in other memory."""
         self._units[sequence] = units
 
     def score(self, queries: Tensor, units: Units, scaling: float) -> Tensor:
@@ -196,6 +189,40 @@ class PageIndex(UnitIndex):
         size = self.config.page_tokens
         ends = (torch.arange(pages + 1, dtype=torch.int32, device=self._shape.device) * size).clamp_max(tokens)
         return ends.expand(self._kv_heads, -1)
+
+
+class PageStep(UnitStep):
+    """Pages of all slots, and the keys of their partial last pages, `[slots, H_kv, page_tokens, D]`."""
+
+    def __init__(self, index: PageIndex, spec: SlotSpec) -> None:
+        self._config, self._page, shape = index.config, index.config.page_tokens, spec.shape
+        super().__init__(index, spec, cdiv(spec.tokens, self._page) + 1)
+        size = spec.slots, shape.kv_heads, self._page, shape.head_dim
+        self._tails = torch.zeros(size, dtype=shape.dtype, device=shape.device)
+
+    def join(self, slot: int, index: Index, sequence: int, zones: ZoneLengths, window: Tensor, budget: int, room: int) -> None:
+        super().join(slot, index, sequence, zones, window, budget, room)
+        tail = cast("PageIndex", index).tails[sequence]
+        self._tails[slot, :, : tail.shape[1]] = tail
+
+    def most_units(self, units: Units, tokens: int, steps: int) -> int:
+        return cdiv(units.members.shape[1] + tokens, self._page)
+
+    def lent(self, units: Units, table: Units) -> Units:
+        if units.members.shape[1] % self._page == 0:
+            return table
+        # The last page grows in its place, and so does its end; pages have offsets that are small.
+        return GrowingUnits(table.reps, table.members, units.offsets, units.reps[:, -1:].clone())
+
+    def end(self, asked: SlotStep) -> None:
+        from kvrecall.index.units.grow import page_kernel
+
+        args, sizes = end_arguments(self.spec, asked)
+        page_kernel[(len(self.plan),)](
+            *args.begin, self.plan, self._tails, *args.logs, *args.numbers, args.window, PAGE=self._page,
+            T=next_power_of_2(self._page), SPREAD=self._config.bounds == "mean-deviation",
+            POINTS=self._config.points, FIELDS=FIELDS, **sizes,
+        )  # fmt: skip
 
 
 def volumes(keys: Tensor, page_tokens: int, bounds: str) -> Tensor:

@@ -1,13 +1,11 @@
-"""Scoring units and filling a budget with the best of them on the CPU, by numba; as `units.score` and
-`units.fill_budget`.
+"""Scoring units and filling a budget with the best of them on the CPU, by numba; as `inner_products` and
+`fill_budget` of `units`.
 
 Bytes per search and KV head: the representations, once for all query heads of the group. Time: a heap of U units takes U, plus
 log U for each selected unit; a sort would take U log U.
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,25 +14,22 @@ from torch import Tensor
 
 from kvrecall.core.numba import as_bits, load_float, parallel_njit
 
-if TYPE_CHECKING:
-    from kvrecall.index.units import Units
-
 _PIECE = 512  # units per task
 
 
 def inner_products(queries: Tensor, reps: Tensor) -> Tensor:
-    """See `units.inner_products`."""
+    """See there."""
     out = np.empty((*queries.shape[:2], reps.shape[1]), np.float32)
     bits, kind = as_bits(reps)
     _products(queries.double().contiguous().numpy(), bits, kind, out)
     return torch.from_numpy(out)
 
 
-def fill_budget(ranked: Tensor, units: Units, top_k: int) -> Tensor:
-    """See `units.fill_budget`."""
-    tokens = min(top_k, units.members.shape[1])
+def fill_budget(ranked: Tensor, members: Tensor, offsets: Tensor, top_k: int) -> Tensor:
+    """See there; members and offsets as in `Units`."""
+    tokens = min(top_k, members.shape[1])
     out = np.full((*ranked.shape[:2], tokens), -1, np.int32)
-    _fill(ranked.contiguous().numpy(), units.members.contiguous().numpy(), units.offsets.contiguous().numpy(), out)
+    _fill(ranked.contiguous().numpy(), members.contiguous().numpy(), offsets.contiguous().numpy(), out)
     return torch.from_numpy(out)
 
 

@@ -3,29 +3,39 @@
 The prompt is clustered in fixed stretches of `stretch_tokens`, so clusters do not depend on the chunks of prefill. The last,
 unfinished stretch is clustered when decoding begins, and again if another prompt follows. A segment is a run of generated
 tokens that leaves the window together. Clusters and segments are represented by the mean of their keys.
+
+k-means is deterministic: spherical with centring here and in RetroInfer, by distance in PQCache (`lloyd`).
 """
+
+# Kernel launches take arguments that type checkers do not know.
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from itertools import pairwise
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
 
-from kvrecall.cache.prefetch import zone_rows
+from kvrecall.cache.copies import zone_rows
+from kvrecall.cache.slot_zones import DeviceZones
+from kvrecall.cache.zones import ZoneLengths
 from kvrecall.core.archive import Archive
 from kvrecall.core.errors import ParameterError
-from kvrecall.index.base import Captured, IndexConfig, LayerShape, RowSource
-from kvrecall.index.clusters.kmeans import cluster
+from kvrecall.core.launch import next_power_of_2
+from kvrecall.index.base import Captured, Index, IndexConfig, LayerShape
+from kvrecall.index.step import SlotSpec, SlotStep, end_arguments
 from kvrecall.index.tokens import archive_excluded
 from kvrecall.index.units import UnitIndex, Units, archive_units, inner_products
+from kvrecall.index.units.plan import FIELDS, UnitKind
+from kvrecall.index.units.step import UnitStep
 from kvrecall.select.queries import ObservedQueries
 
-if TYPE_CHECKING:
-    from kvrecall.index.step import IndexStep, SlotSpec
-    from kvrecall.index.unit_kernels.search import UnitKind
+_READ_TOKENS = 16
+"""Tokens of a segment that are read at once."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +90,6 @@ class ClusterIndex(UnitIndex):
         self._borders: list[tuple[tuple[int, int], ...]] = [()] * shape.sequences  # (tokens, units) at each end
         self._open = [0] * shape.sequences  # tokens of the unfinished stretch
         self._units: list[Units | None] = [None] * shape.sequences  # all units without excluded tokens; computed when needed
-        self._excluded: list[Tensor | None] = [None] * shape.sequences
-        self._sources: Sequence[RowSource] = ()
 
     @property
     def lengths(self) -> list[int]:  # type: ignore[override]
@@ -91,9 +99,6 @@ class ClusterIndex(UnitIndex):
     def nbytes(self) -> int:
         held = {id(x): x.nbytes for x in (*self._units, *self._closed) if x and x.members.shape[1]}
         return sum(held.values())
-
-    def bind(self, sources: Sequence[RowSource]) -> None:
-        self._sources = sources
 
     def append(self, sequence: int, keys: Tensor) -> None:
         self._units[sequence] = None
@@ -164,15 +169,11 @@ class ClusterIndex(UnitIndex):
                 archive.refuse("units", f"{whole:,} tokens", made.members.shape[1])
             self._units[b] = made
 
-    def slot_step(self, spec: SlotSpec) -> IndexStep:
-        from kvrecall.index.clusters.step import SegmentStep  # needs Triton
-
+    def slot_step(self, spec: SlotSpec) -> SegmentStep:
         return SegmentStep(self, spec)
 
     @property
     def kind(self) -> UnitKind:
-        from kvrecall.index.unit_kernels.search import UnitKind
-
         return UnitKind(volume=False, sized=self.config.size_correction)
 
     def units(self, sequence: int) -> Units:
@@ -187,7 +188,6 @@ class ClusterIndex(UnitIndex):
         return made
 
     def move(self, sequence: int, units: Units) -> None:
-        """Uses the same units in other memory."""
         if self._excluded[sequence] is None and not self._open[sequence]:
             self._closed[sequence] = units
         self._units[sequence] = units
@@ -221,6 +221,41 @@ class ClusterIndex(UnitIndex):
         self._borders[sequence] = tuple(ends)
 
 
+class SegmentStep(UnitStep):
+    """Clusters of prompts and segments of generated tokens, of all slots. A step adds at most one segment."""
+
+    def __init__(self, index: ClusterIndex, spec: SlotSpec) -> None:
+        most = max(index.units(b).reps.shape[1] + spec.tokens - length for b, length in enumerate(index.lengths))
+        super().__init__(index, spec, most)
+
+    def fits(self, index: Index, zones: list[ZoneLengths], room: int) -> bool:
+        if not super().fits(index, zones, room):
+            return False
+        known = cast("ClusterIndex", index)
+        return max(self.most_units(known.units(b), 0, room + 1) for b in range(len(zones))) <= self.room
+
+    def most_units(self, units: Units, tokens: int, steps: int) -> int:
+        return units.reps.shape[1] + steps
+
+    def end(self, asked: SlotStep) -> None:
+        from kvrecall.index.units.grow import segment_kernel
+
+        assert isinstance(asked.zones, DeviceZones)
+        args, sizes = end_arguments(self.spec, asked)
+        marks, longest = asked.zones.marks, self.spec.longest_segment
+        segment_kernel[(len(self.plan),)](
+            *args.begin, self.plan, marks, *args.logs, *args.numbers, longest, marks.shape[1], args.window,
+            BM=next_power_of_2(longest), T=_READ_TOKENS, FIELDS=FIELDS, **sizes,
+        )  # fmt: skip
+
+    def leave(self, slot: int, index: Index, sequence: int, tokens: int, keys: Callable[[], Tensor]) -> None:
+        if tokens == index.lengths[sequence]:
+            return
+        count, table = int(self.plan.view(self.spec.slots, -1, FIELDS)[slot, 0, 0]), self.tables[slot]
+        ends = table.offsets[0, table.units.reps.shape[1] : count + 1].tolist()
+        cast("ClusterIndex", index).append_segments(sequence, keys(), [end - begin for begin, end in pairwise(ends)])
+
+
 def grouped_units(keys: Tensor, assigned: Tensor, clusters: int, start: int) -> Units:
     """Units of keys `[H_kv, n, D]`, the tokens start .. start + n - 1, by their cluster numbers `[H_kv, n]`."""
     order = torch.sort(assigned, dim=1, stable=True).indices
@@ -231,3 +266,43 @@ def grouped_units(keys: Tensor, assigned: Tensor, clusters: int, start: int) -> 
     means = (sums / sizes.clamp_min(1).unsqueeze(-1)).to(keys.dtype)
     offsets = torch.nn.functional.pad(sizes.cumsum(1), (1, 0)).to(torch.int32)
     return Units(means, (order + start).to(torch.int32), offsets)
+
+
+def cluster(keys: Tensor, clusters: int, iterations: int) -> Tensor:
+    """Cluster number int64 `[H_kv, n]` of keys `[H_kv, n, D]`, in 0 .. clusters - 1; some may stay empty.
+
+    Keys are centred by their mean per head and normalised, so that their common part does not hide differences. A key joins
+    the centre with the largest cosine, among equals the first. Centres start at evenly spaced keys.
+    """
+    return torch.stack([_cluster_head(head, clusters, iterations) for head in keys.float()])
+
+
+def _cluster_head(keys: Tensor, clusters: int, iterations: int) -> Tensor:
+    points = torch.nn.functional.normalize(keys - keys.mean(0), dim=-1)
+    return lloyd(points, clusters, iterations, spherical=True)[0]
+
+
+def lloyd(points: Tensor, clusters: int, iterations: int, *, spherical: bool) -> tuple[Tensor, Tensor]:
+    """Cluster numbers int64 `[n]` of fp32 points `[n, d]`, and the centres `[clusters, d]`; equally near centres: the first.
+
+    spherical: centres are unit vectors, a point joins the one with the largest product. Otherwise centres are means, and a
+    point joins the nearest. A centre without points keeps its place. Centres start at evenly spaced points.
+    """
+    count = points.shape[0]
+    centres = points[torch.arange(clusters, device=points.device) * count // clusters]
+    assigned = _nearest(points, centres, spherical)
+    for _ in range(iterations):
+        sums = torch.zeros_like(centres).index_add_(0, assigned, points)
+        sizes = torch.bincount(assigned, minlength=clusters).unsqueeze(1)
+        moved = torch.nn.functional.normalize(sums, dim=-1) if spherical else sums / sizes.clamp_min(1)
+        centres = torch.where(sizes > 0, moved, centres)
+        again = _nearest(points, centres, spherical)
+        if torch.equal(again, assigned):
+            break
+        assigned = again
+    return assigned, centres
+
+
+def _nearest(points: Tensor, centres: Tensor, spherical: bool) -> Tensor:
+    products = points @ centres.T
+    return (products if spherical else products - centres.square().sum(-1) / 2).argmax(-1)

@@ -7,24 +7,24 @@ full. Of the last unit only the lowest positions are selected. Ties go to the lo
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from kvrecall.core.archive import Archive
-from kvrecall.core.launch import kernels_available
+from kvrecall.core.launch import have_numba, kernels_available
 from kvrecall.core.structs import Budget, Selection, lasting_tensors
-from kvrecall.index.base import Index, IndexConfig, LayerShape, stack_selections
+from kvrecall.index.base import Index, IndexConfig, LayerShape, RowSource, stack_selections
+from kvrecall.index.units.plan import UnitKind, plan_row
 from kvrecall.select.gqa import reduce_scores, search_queries
 from kvrecall.select.topk import union_rows
 
 if TYPE_CHECKING:
-    from kvrecall.index.unit_kernels.search import GpuUnitSearch, UnitKind
+    from kvrecall.index.units.search import GpuUnitSearch
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,14 @@ class UnitIndex(Index):
     def __init__(self, shape: LayerShape, config: IndexConfig) -> None:
         self._kv_heads, self.gqa = shape.kv_heads, config.gqa
         """gqa: how the query heads of a group share a search."""
+        self._excluded: list[Tensor | None] = [None] * shape.sequences
+        self._sources: Sequence[RowSource] = ()
         self._kernels = kernels_available(shape.device)
         self._gpu: GpuUnitSearch | None = None  # scratch of the last search on a GPU
         self._planned: tuple[list[Units], Tensor, Tensor] | None = None  # units, plan and flags of the last search
+
+    def bind(self, sources: Sequence[RowSource]) -> None:
+        self._sources = sources
 
     @property
     @abstractmethod
@@ -113,6 +118,10 @@ class UnitIndex(Index):
     @abstractmethod
     def units(self, sequence: int) -> Units:
         """The searchable units of one sequence, without excluded tokens."""
+
+    @abstractmethod
+    def move(self, sequence: int, units: Units) -> None:
+        """Uses the same units in other memory."""
 
     @abstractmethod
     def score(self, queries: Tensor, units: Units, scaling: float) -> Tensor:
@@ -127,7 +136,7 @@ class UnitIndex(Index):
     def gpu_search(self, queries: Tensor, top_k: int, sequences: list[int]) -> tuple[GpuUnitSearch, Tensor, Tensor]:
         """(scratch, plan, flags) of a search for queries `[len(sequences), H_q, D]`. Synchronises only if units have changed
         since the last search."""
-        from kvrecall.index.unit_kernels import search as kernels
+        from kvrecall.index.units.search import GpuUnitSearch
 
         searched = [self.units(b) for b in sequences]
         reps = searched[0].reps
@@ -136,7 +145,7 @@ class UnitIndex(Index):
             # With room to grow, so that a repeated or captured search need not be allocated again for every new page.
             sizes = (len(self.lengths), self._kv_heads, queries.shape[1] // self._kv_heads, queries.shape[2])
             with lasting_tensors():
-                gpu = kernels.GpuUnitSearch(*sizes, self.gqa, self.kind, top_k, most * 9 // 8, reps)
+                gpu = GpuUnitSearch(*sizes, self.gqa, self.kind, top_k, most * 9 // 8, reps)
             self._gpu, self._planned = gpu, None
         planned = self._planned
         if (
@@ -145,7 +154,7 @@ class UnitIndex(Index):
             or any(a is not b for a, b in zip(planned[0], searched, strict=True))
         ):
             pairs = zip(searched, gpu.scores, strict=False)
-            rows = [kernels.plan_row(units.reps, units.members, units.offsets, scores) for units, scores in pairs]
+            rows = [plan_row(units.reps, units.members, units.offsets, scores) for units, scores in pairs]
             with lasting_tensors():
                 plan = torch.tensor(rows, dtype=torch.int64, device=reps.device)
                 fire = torch.ones(len(rows), dtype=torch.int32, device=reps.device)
@@ -202,10 +211,10 @@ def inner_products(queries: Tensor, reps: Tensor) -> Tensor:
 
     Summed in float64 and rounded, so that equal units have equal scores at every place and on every device.
     """
-    if reps.device.type == "cpu" and _have_numba():
-        from kvrecall.index import units_cpu
+    if reps.device.type == "cpu" and have_numba():
+        from kvrecall.index.units import cpu
 
-        return units_cpu.inner_products(queries, reps)
+        return cpu.inner_products(queries, reps)
     return (queries.double() @ reps.double().transpose(-1, -2)).float()
 
 
@@ -227,13 +236,8 @@ def fill_budget(ranked: Tensor, units: Units, top_k: int) -> Tensor:
 
 
 def _fill(ranked: Tensor, units: Units, top_k: int) -> Tensor:
-    if ranked.device.type == "cpu" and _have_numba():
-        from kvrecall.index import units_cpu
+    if ranked.device.type == "cpu" and have_numba():
+        from kvrecall.index.units import cpu
 
-        return units_cpu.fill_budget(ranked, units, top_k)
+        return cpu.fill_budget(ranked, units.members, units.offsets, top_k)
     return fill_budget(ranked, units, top_k)
-
-
-@cache
-def _have_numba() -> bool:
-    return find_spec("numba") is not None

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kvrecall.cache.block_rows import BlockRows
+from kvrecall.cache.copies import bring
 from kvrecall.cache.layer import LayerStore
-from kvrecall.cache.transfer import bring
 from kvrecall.cache.zones import ZoneSizes
 from tests.blocks import fork, poison, small_blocks, zone_of
 
