@@ -50,6 +50,7 @@ def new_cache(model: Any) -> kvrecall.RetrievalCache:
 
 def is_untouched(model: Any) -> bool:
     hooks = [h for part in model.modules() for h in (part._forward_hooks, part._forward_pre_hooks) if h]
+    hooks += [part for part in model.modules() if {"_call_impl", "forward", "generate", "_prefill"} & vars(part).keys()]
     names = AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
     return model.config._attn_implementation == "sdpa" and not hooks and not any("kvrecall" in name for name in names)
 
@@ -260,7 +261,7 @@ class TestThreads:
             go_on.set()
 
         def calling() -> None:
-            while not model._forward_pre_hooks:
+            while "_call_impl" not in vars(model):
                 pass
             model(ids(), **cache_argument(cache))
 

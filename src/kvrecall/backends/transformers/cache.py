@@ -16,14 +16,19 @@ from transformers import PretrainedConfig, PreTrainedModel
 from kvrecall.backends.interrupt import deferred_interrupt
 from kvrecall.backends.memory import as_before, check_device, layers_near
 from kvrecall.backends.transformers import passes, session
-from kvrecall.backends.transformers.cache_state import CacheState, check_method, check_rows_on_device
-from kvrecall.backends.transformers.families import template
+from kvrecall.backends.transformers.cache_state import (
+    CacheState,
+    LayersBefore,
+    can_crop,
+    check_method,
+    check_rows_on_device,
+    keeps_running_state,
+)
+from kvrecall.backends.transformers.families import ModelSignature, template
 from kvrecall.backends.transformers.layer import RetrievalLayer
-from kvrecall.backends.transformers.other_layers import LayersBefore, can_crop, keeps_running_state
 from kvrecall.backends.transformers.owner import Claim, Owner, operation, request
-from kvrecall.backends.transformers.passes import ForwardPass, Inputs
+from kvrecall.backends.transformers.passes import CachePass, ForwardPass, Inputs
 from kvrecall.backends.transformers.session import SessionInfo
-from kvrecall.backends.transformers.signature import ModelSignature
 from kvrecall.backends.transformers.statistics import statistics_of
 from kvrecall.backends.transformers.token_log import TokenLog
 from kvrecall.cache.device_memory import has_own_memory, room_for_rows
@@ -202,7 +207,7 @@ class RetrievalCache(CacheState):
 
         Raises NotAttachedError outside a call of an attached model.
         """
-        if self.running is None or passes.current() is not self.running:
+        if self.running is None or passes.current() is not self.running.whole:
             raise NotAttachedError
         if layer_idx == self._attention_numbers[0]:
             self._begin_pass(key_states)
@@ -318,7 +323,7 @@ class RetrievalCache(CacheState):
         self.settle()
         passes.check_inputs(self, inputs)
         self._before = LayersBefore.of(self.layers, self.get_seq_length())
-        return ForwardPass(self, inputs, claim)
+        return ForwardPass(claim, [CachePass(self, inputs)])
 
     def _begin_pass(self, keys: Tensor) -> None:
         if keys.shape[2] > _CHECKED_TOKENS:  # memory must be available before any layer stores

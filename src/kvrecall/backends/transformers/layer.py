@@ -14,12 +14,12 @@ from kvrecall.backends import base
 from kvrecall.backends.base import NewTokens
 from kvrecall.backends.interrupt import deferred_interrupt
 from kvrecall.backends.memory import all_or_nothing, check_device, explained, layer_bytes, zone_bytes
-from kvrecall.backends.transformers.rezone import rezoned
-from kvrecall.backends.transformers.signature import ModelSignature
+from kvrecall.backends.transformers.families import ModelSignature
 from kvrecall.backends.transformers.statistics_file import ModelStatistics
 from kvrecall.cache.block_rows import say_not_on_device
 from kvrecall.cache.blocks import BlockTable
 from kvrecall.cache.device_memory import has_own_memory, room_for_rows
+from kvrecall.cache.transfer import bring
 from kvrecall.core.errors import (
     CacheModelError,
     DeviceError,
@@ -54,21 +54,6 @@ class TaggedLayer(Protocol):
         ...
 
 
-class RunningPass(Protocol):
-    """The forward pass over a cache."""
-
-    attended: set[int]
-    """Numbers of the retrieval layers that have attended."""
-
-    def alive(self) -> bool:
-        """Whether the call that began it still runs."""
-        ...
-
-    def abandon(self, torn: bool = False) -> bool:
-        """Ends a dead pass; returns whether it was undone. torn: a layer has stored half of it."""
-        ...
-
-
 class LayerCache(Protocol):
     """What a layer reads of its cache, `CacheState`."""
 
@@ -81,7 +66,7 @@ class LayerCache(Protocol):
     signature: ModelSignature
     statistics: ModelStatistics | None
     tables: list[BlockTable] | None
-    running: RunningPass | None
+    running: Any
     on_queries: Callable[[int, Tensor], None] | None
 
     @property
@@ -287,7 +272,12 @@ class RetrievalLayer(CacheLayerMixin):
         return self.state is not None and mend(self.state)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._select(beam_idx.tolist())
+        sequences = beam_idx.tolist()
+        if self.state is None or sequences == list(range(self.state.shape.sequences)):
+            return
+        state = self.state.select(sequences, self.cache.tables)
+        valid = None if self._valid is None else self._valid[sequences]
+        self.state, self._valid = state, valid
 
     def fork(self, cache: LayerCache) -> RetrievalLayer:
         """A layer of `cache` with the same tokens under that cache's method; host rows are shared copy-on-write if the
@@ -340,13 +330,6 @@ class RetrievalLayer(CacheLayerMixin):
 
         return restore
 
-    def _select(self, sequences: list[int]) -> None:
-        if self.state is None or sequences == list(range(self.state.shape.sequences)):
-            return
-        state = self.state.select(sequences, self.cache.tables)
-        valid = None if self._valid is None else self._valid[sequences]
-        self.state, self._valid = state, valid
-
     def _new_validity(self, mask: Tensor | None, new: int) -> Tensor | None:
         """bool `[B, T]` on the CPU for the new tokens, None if all are valid."""
         if mask is None:
@@ -370,3 +353,42 @@ class RetrievalLayer(CacheLayerMixin):
             fresh = torch.ones(b, new, dtype=torch.bool, device="cpu") if valid is None else valid
             self._valid = torch.cat([past, fresh], 1)
         self._logical += new
+
+
+_PIECE_TOKENS = 4096
+"""Tokens that settle at a time: bounds the device memory for copies."""
+
+
+def rezoned(
+    state: LayerState, method: Method, *, expect_tokens: int = 0, observe_queries: int = 0,
+    shape: LayerShape | None = None, tables: list[BlockTable] | None = None, rows_on_device: bool | None = None,
+) -> LayerState:  # fmt: skip
+    """The same sequences under a method with other zones, with counters at zero. `state` is not changed.
+
+    expect_tokens: final length per sequence, to size memory exactly. observe_queries: see `LayerState`.
+    shape: the same with statistics. tables: new block tables, which the layers of a cache share. rows_on_device: see
+    `LayerState`.
+    """
+    mend(state)
+    shape = shape or state.shape
+    other = LayerState(state.layer, shape, method, state.counters.timed, observe_queries, tables, rows_on_device)
+    other.scaling = state.scaling
+    other.flagged_as(state)
+    if state.log is not None and other.log is not None:
+        other.log.take_over(state.log)
+    zones = other.store.sizes
+    for b in range(shape.sequences):
+        total = max(expect_tokens, state.store.zones(b).total)
+        retrieved = max(0, total - zones.sink_tokens - zones.local_tokens)
+        other.store.host[b].reserve(retrieved)
+        if other.index is not None:
+            other.index.reserve(retrieved)
+        for block in state.store.stored(b):
+            for rows in bring(block, shape.device).split(_PIECE_TOKENS, 1):
+                if rows.shape[1]:
+                    other.absorb(b, other.store.append_chunk(b, rows[:, :, 0], rows[:, :, 1]))
+        if other.log is not None and (seen := other.log.seen(b)) is not None:
+            other.watch(b, seen)
+        other.prompt_from[b] = 0
+    other.counters = other.counters.fresh()
+    return other

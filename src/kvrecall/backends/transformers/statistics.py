@@ -25,12 +25,15 @@ from torch import Tensor
 from transformers import AutoTokenizer, DynamicCache, PretrainedConfig, PreTrainedModel
 
 from kvrecall.backends.transformers import statistics_file
-from kvrecall.backends.transformers.attention import OBSERVER_TAG, retrieval_attention, retrieval_mask
+from kvrecall.backends.transformers.attention import (
+    OBSERVER_TAG,
+    decoder_configs,
+    switched,
+)
 from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.backends.transformers.fingerprint import Fingerprint, computation_of
 from kvrecall.backends.transformers.rotary import Rotaries, evaluating, local, rotaries_of, same_random_numbers, text_decoder
 from kvrecall.backends.transformers.statistics_file import ModelStatistics, StatisticsFile
-from kvrecall.backends.transformers.switch import decoder_configs, switched
 from kvrecall.core.errors import OutputFileError, StatisticsError
 from kvrecall.index.statistics import LEAST_DIFFERENT, KeyStatistics, flaw
 
@@ -148,7 +151,7 @@ def observed(model: PreTrainedModel, ids: tuple[int, ...], rotaries: Rotaries) -
     }
     with (
         torch.autocast(device.type, enabled=False), evaluating(decoder), same_random_numbers(device),
-        switched(decoder_configs(model), retrieval_attention, retrieval_mask),
+        switched(decoder_configs(model)),
     ):  # fmt: skip
         decoder(**given, use_cache=True)
     if missing := sorted(rotaries.layers.keys() - found.keys()):

@@ -19,8 +19,7 @@ from kvrecall.backends.transformers.families import Heads, check_config, transfo
 from kvrecall.backends.transformers.fingerprint import Fingerprint
 from kvrecall.backends.transformers.layer import RetrievalLayer
 from kvrecall.backends.transformers.session import parts
-from kvrecall.backends.transformers.session.match import check_model, method_of
-from kvrecall.backends.transformers.session.state import SavedState, WrittenBlock, WrittenMemory
+from kvrecall.backends.transformers.session.state import SavedState, WrittenBlock, WrittenMemory, check_model, method_of
 from kvrecall.cache.block_rows import BlockRows
 from kvrecall.cache.blocks import BlockPool, BlockTable
 from kvrecall.cache.host_memory import available_host_bytes
