@@ -25,7 +25,7 @@ from kvrecall.backends.transformers.cache_state import (
     keeps_running_state,
 )
 from kvrecall.backends.transformers.families import ModelSignature, template
-from kvrecall.backends.transformers.layer import RetrievalLayer
+from kvrecall.backends.transformers.layer import RetrievalLayer, no_pickle
 from kvrecall.backends.transformers.owner import Claim, Owner, operation, request
 from kvrecall.backends.transformers.passes import CachePass, ForwardPass, Inputs
 from kvrecall.backends.transformers.session import SessionInfo
@@ -180,9 +180,8 @@ class RetrievalCache(CacheState):
         return self.fork()
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        """Raises ParameterError: pickle, torch.save and multiprocessing cannot hold a cache."""
-        remedy = "Save it by cache.save(folder) and load it by RetrievalCache.load; in this process, copy it by cache.fork()."
-        raise ParameterError("cache", "another way than pickle to copy or send it", "pickle", remedy)
+        """Raises ParameterError."""
+        raise no_pickle()
 
     @operation("reserve")
     def reserve(self, tokens: int, sequences: int = 1) -> None:
@@ -279,8 +278,13 @@ class RetrievalCache(CacheState):
     @operation("reorder_cache")
     def reorder_cache(self, beam_idx: Any) -> None:
         beam_idx = self._numbers("beam_idx", beam_idx)
-        with self._rearranged(beam_idx.tolist()):
-            super().reorder_cache(beam_idx)
+        sequences = beam_idx.tolist()
+        with self._rearranged(sequences):
+            for layer in self.layers:
+                if isinstance(layer, RetrievalLayer):
+                    layer.select(sequences, self.tables)
+                else:
+                    layer.reorder_cache(beam_idx)
 
     @operation("batch_repeat_interleave")
     def batch_repeat_interleave(self, repeats: int) -> None:

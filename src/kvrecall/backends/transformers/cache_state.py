@@ -33,11 +33,15 @@ from kvrecall.methods.base import Method
 
 @dataclass(frozen=True)
 class LayersBefore:
-    """The layers of a cache that held `tokens` tokens per sequence."""
+    """transformers' own layers of a cache that held `tokens` tokens per sequence: what an undone pass goes back to.
+
+    layers: each with a copy of its attributes. A sliding window replaces its tensors, so references are enough. Linear
+    attention, convolutions and Mamba write into their states, some of them in kernels, so these are copied: about as many bytes
+    as one step reads of them.
+    """
 
     tokens: int
     layers: list[tuple[Any, dict[str, Any]]]
-    """Each layer with a copy of its attributes."""
 
     @staticmethod
     def of(layers: Iterable[Any], tokens: int) -> LayersBefore:
@@ -143,7 +147,7 @@ class CacheState(Cache):
         self._model: ref[PreTrainedModel] | None = None
         self.tables: list[BlockTable] | None = None
         """Block tables of the sequences, for all layers; None while the cache is empty."""
-        layers: list[Any] = [RetrievalLayer(self, i) if type(x) is DynamicLayer else x for i, x in enumerate(template(config))]
+        layers: list[Any] = [RetrievalLayer(i) if type(x) is DynamicLayer else x for i, x in enumerate(template(config))]
         super().__init__(layers=layers)
         self._attention_numbers = [number for number, x in enumerate(self.layers) if isinstance(x, CacheLayerMixin)]
         """The layers that store keys: retrieval layers and transformers' own."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial, update_wrapper
+from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
@@ -54,9 +54,7 @@ def attached(model: nn.Module, capture: Capture | None = None, tokenizer: Any = 
     context = object()
     try:
         with deferred_interrupt(), _lock:
-            attachment = _attached.get(inner)
-            if attachment is None:
-                attachment = _attached[inner] = Attachment(inner)
+            attachment = _attached.get(inner) or Attachment(inner)
             attachment.enter(context, capture, tokenizer)
         yield
     finally:
@@ -76,30 +74,19 @@ def _leave(model: PreTrainedModel, context: object) -> None:
                 attachment.leave(context)
 
 
-class _Wrapped:
-    """A method of an attached model, in whose place `around(method, *args, **kwargs)` is called."""
+def _wrap(module: Any, name: str, around: Callable[..., Any]) -> Callable[[], None]:
+    """Replaces a method of a module: `around(method, *args, **kwargs)` is called in its place. Returns what restores it."""
+    own: Callable[..., Any] = getattr(module, name)
+    replaced = vars(module).get(name)
 
-    def __init__(self, model: Any, name: str, around: Callable[..., Any]) -> None:
-        own: Callable[..., Any] = getattr(model, name)
-        self._model, self._name, self._replaced = model, name, vars(model).get(name)
-        self._call = partial(around, own)
-        update_wrapper(self, own)  # `generate` reads signatures
-        setattr(model, name, self)
+    @wraps(getattr(own, "__func__", own))  # `generate` reads signatures
+    def wrapped(called: Any, *args: Any, **kwargs: Any) -> Any:
+        if called is not module:  # a deep copy, which is not attached
+            return getattr(type(called), name)(called, *args, **kwargs)
+        return around(own, *args, **kwargs)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
-
-    def remove(self) -> None:
-        """Restores the method, or what something else had replaced it with."""
-        if self._replaced is None:
-            delattr(self._model, self._name)
-        else:
-            setattr(self._model, self._name, self._replaced)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copied model gets its own method, because it is not attached."""
-        copied = memo.get(id(self._model))
-        return self if copied is None else MethodType(getattr(type(copied), self._name), copied)
+    setattr(module, name, MethodType(wrapped, module))
+    return partial(delattr, module, name) if replaced is None else partial(setattr, module, name, replaced)
 
 
 class Attachment:
@@ -110,31 +97,32 @@ class Attachment:
         self._contexts: dict[object, Capture | None] = {}
         """In the order in which they were entered."""
         self._tokenizer: Any = None
-        self._calls: list[_Wrapped] = []
-        """Wrapped until no context and no pass is left."""
-        self._methods: list[_Wrapped] = []
-        """Wrapped until no context is left."""
-        self._registered = ExitStack()
+        self._calls = ExitStack()
+        """Restores calls once no context and no pass is left."""
+        self._methods = ExitStack()
+        """Restores the methods of `generate` once no context is left."""
         self._running: list[ForwardPass] = []
 
     def enter(self, context: object, capture: Capture | None, tokenizer: Any = None) -> None:
         """Adds a context."""
         self._tokenizer = self._tokenizer if tokenizer is None else tokenizer
-        if not self._calls:
-            self._registered.enter_context(registered())
-            self._calls += [_Wrapped(part, _CALL, around) for part, around in wrapped_parts(self._model)]
-            parts = [part for part in self._model.modules() if isinstance(part, PreTrainedModel)]
-            self._calls += [_Wrapped(part, _CALL, self._call) for part in parts]
+        if _attached.get(self._model) is not self:
+            _attached[self._model] = self
+            self._calls.enter_context(registered())
+            parts = [(part, self._call) for part in self._model.modules() if isinstance(part, PreTrainedModel)]
+            for part, around in [*wrapped_parts(self._model), *parts]:
+                self._calls.callback(_wrap(part, _CALL, around))
         if not self._contexts:
-            around = wrappers(self._model, self._capture)
-            self._methods += [_Wrapped(self._model, name, each) for name, each in around.items() if hasattr(self._model, name)]
+            for name, around in wrappers(self._model, self._capture).items():
+                if hasattr(self._model, name):
+                    self._methods.callback(_wrap(self._model, name, around))
         self._contexts[context] = capture
 
     def leave(self, context: object) -> None:
         """Removes a context. The last one restores the model, once no other thread is in a pass."""
         self._contexts.pop(context, None)
-        while self._methods and not self._contexts:
-            self._methods.pop().remove()
+        if not self._contexts:
+            self._methods.close()
         self._clean()
 
     def _capture(self) -> Capture | None:
@@ -153,9 +141,7 @@ class Attachment:
                 dead.restore()
             self._running = [running for running in self._running if running.parts]
             if not self._contexts and not any(running.alive() for running in self._running):
-                self._registered.close()
-                while self._calls:
-                    self._calls.pop().remove()
+                self._calls.close()
                 _attached.pop(self._model, None)
 
     def _call(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -68,6 +68,12 @@ class CachePass:
         """See `ForwardPass.abandon`."""
         return self.whole.abandon(torn)
 
+    def enter(self, running: CachePass | None) -> None:
+        """Makes it the pass of its cache and of its layers; None: ends that."""
+        self.cache.running = running
+        for layer in self.cache.retrieval_layers:
+            layer.running = running
+
     def missing(self) -> list[int]:
         """Retrieval layers that have not attended."""
         return [layer.number for layer in self.cache.retrieval_layers if layer.number not in self.attended]
@@ -110,7 +116,7 @@ class ForwardPass:
         self._undo.enter_context(switch)
         self._outer, _local.running = getattr(_local, "running", None), self
         for part in self.parts:
-            part.cache.running = part
+            part.enter(part)
 
     def alive(self) -> bool:
         """Whether the call that began it still runs."""
@@ -130,7 +136,7 @@ class ForwardPass:
             self.restore()
             parts, self.parts = self.parts, []
             for part in parts:
-                part.cache.running = None
+                part.enter(None)
             for number, part in enumerate(parts):
                 try:
                     part.end(failed or (self.failed is not None and number in self.failed))

@@ -146,7 +146,7 @@ class _Load:
             len(self._session.tables), heads.query, heads.kv, heads.dim, self._dtype, self._device, known,
             small_rows=cache.small_rows,
         )  # fmt: skip
-        near = layer._rows_on_device(shape, cache.method, self._session.tokens)
+        near = layer.rows_on_device(cache, shape, self._session.tokens)
         state = LayerState(number, shape, cache.method, cache.profile, cache.observe_queries, tables, near)
         archive_layer(state, reader)
         self._check_lengths(state)
