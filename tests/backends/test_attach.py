@@ -90,6 +90,18 @@ class TestOfAModel:
             with pytest.raises(errors.NotAttachedError):
                 answer(twin, ids(), new_cache(twin))
 
+    def test_a_deep_copy_computes_with_its_own_weights(self) -> None:
+        """Also where its rotary embedding changes with the length, which is wrapped, too."""
+        model = llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
+        with kvrecall.attach(model), torch.no_grad():
+            twin = copy.deepcopy(model)
+            want = model(ids()).logits
+            assert torch.equal(twin(ids()).logits, want)
+            twin.lm_head.weight.zero_()
+            assert not twin(ids()).logits.any() and torch.equal(model(ids()).logits, want)
+            assert torch.equal(answer(twin, ids()), torch.cat([ids(), torch.zeros(1, 6, dtype=torch.int64)], 1))
+        assert is_untouched(model)
+
     def test_tensors_of_nobody(self) -> None:
         model = llama()
         cache = new_cache(model)
