@@ -131,6 +131,6 @@ def test_a_model_that_is_compiled_while_attached(how: str) -> None:
             given = torch.compile(model, backend="eager")
         else:
             model.compile(backend="eager")
-        with pytest.raises(errors.ParameterError, match="a forward that is not compiled, got 'one inside torch.compile'"):
+        with pytest.raises(errors.ParameterError, match="a forward that is not compiled"):
             given(ids(), **cache_argument(cache))
         assert torch.equal(given(ids()).logits, want) and cache.get_seq_length() == 0
