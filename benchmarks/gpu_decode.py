@@ -42,9 +42,9 @@ from benchmarks.models import COMPILED, FULL, SHAPES, TRACED, TURNING, let_go, m
 from benchmarks.verify import check_compiled, check_step
 from kvrecall.backends.memory import layer_bytes
 from kvrecall.backends.transformers import RetrievalCache
+from kvrecall.backends.transformers.families import ModelSignature
 from kvrecall.backends.transformers.layer import RetrievalLayer
 from kvrecall.backends.transformers.rotary import rotaries_of
-from kvrecall.backends.transformers.signature import ModelSignature
 from kvrecall.backends.transformers.statistics_file import ModelStatistics
 from kvrecall.cache.device_memory import free_device_bytes
 from kvrecall.core.errors import DeviceMemoryError, HostMemoryError

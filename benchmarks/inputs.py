@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from benchmarks.gpu_layer import turn
 from kvrecall.backends.transformers.capture.decoder import CapturedDecoder
 from kvrecall.backends.transformers.capture.recorded import Member, RecordedStep
-from kvrecall.backends.transformers.signature import ModelSignature
+from kvrecall.backends.transformers.families import ModelSignature
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.structs import AttentionParams
 from kvrecall.evaluate.trace import LayerTrace, Trace

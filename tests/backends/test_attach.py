@@ -50,6 +50,7 @@ def new_cache(model: Any) -> kvrecall.RetrievalCache:
 
 def is_untouched(model: Any) -> bool:
     hooks = [h for part in model.modules() for h in (part._forward_hooks, part._forward_pre_hooks) if h]
+    hooks += [part for part in model.modules() if {"_call_impl", "forward", "generate", "_prefill"} & vars(part).keys()]
     names = AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
     return model.config._attn_implementation == "sdpa" and not hooks and not any("kvrecall" in name for name in names)
 
@@ -88,6 +89,18 @@ class TestOfAModel:
             twin = copy.deepcopy(model)
             with pytest.raises(errors.NotAttachedError):
                 answer(twin, ids(), new_cache(twin))
+
+    def test_a_deep_copy_computes_with_its_own_weights(self) -> None:
+        """Also where its rotary embedding changes with the length, which is wrapped, too."""
+        model = llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
+        with kvrecall.attach(model), torch.no_grad():
+            twin = copy.deepcopy(model)
+            want = model(ids()).logits
+            assert torch.equal(twin(ids()).logits, want)
+            twin.lm_head.weight.zero_()
+            assert not twin(ids()).logits.any() and torch.equal(model(ids()).logits, want)
+            assert torch.equal(answer(twin, ids()), torch.cat([ids(), torch.zeros(1, 6, dtype=torch.int64)], 1))
+        assert is_untouched(model)
 
     def test_tensors_of_nobody(self) -> None:
         model = llama()
@@ -260,7 +273,7 @@ class TestThreads:
             go_on.set()
 
         def calling() -> None:
-            while not model._forward_pre_hooks:
+            while "_call_impl" not in vars(model):
                 pass
             model(ids(), **cache_argument(cache))
 

@@ -119,3 +119,18 @@ def test_compiled_models(how: str) -> None:
         model.model.layers[0].self_attn.compile()
     with pytest.raises(errors.ParameterError, match=r"a model that is not compiled.*captures decode steps"):
         attach(given).__enter__()
+
+
+@pytest.mark.parametrize("how", ["model", "module"])
+def test_a_model_that_is_compiled_while_attached(how: str) -> None:
+    model: Any = llama()
+    cache, given = new_cache(model), model
+    with attach(model), torch.no_grad():
+        want = model(ids()).logits
+        if how == "model":
+            given = torch.compile(model, backend="eager")
+        else:
+            model.compile(backend="eager")
+        with pytest.raises(errors.ParameterError, match="a forward that is not compiled"):
+            given(ids(), **cache_argument(cache))
+        assert torch.equal(given(ids()).logits, want) and cache.get_seq_length() == 0

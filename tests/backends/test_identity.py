@@ -16,8 +16,7 @@ from kvrecall import RetrievalCache, attach, engine
 from kvrecall.backends.transformers import weights
 from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.backends.transformers.capture.structure import StepKey
-from kvrecall.backends.transformers.fingerprint import fingerprint_of, read_fingerprint
-from kvrecall.backends.transformers.settings import config_digest
+from kvrecall.backends.transformers.fingerprint import config_digest, fingerprint_of, read_fingerprint
 from kvrecall.cache.session_folder import read_index, write_index
 from kvrecall.core.errors import CacheWriterError, ParameterError, SessionError
 from kvrecall.core.private_folder import PrivateFolder

@@ -103,12 +103,6 @@ def test_a_copy_and_its_original_go_on_by_themselves() -> None:
         still_right(model, each, prompt)
 
 
-def test_a_layer_whose_cache_is_gone_says_so() -> None:
-    layer = kvrecall.RetrievalCache(tiny("llama").config, COVERING).layers[0]
-    with pytest.raises(errors.ParameterError, match="layer: expected one whose cache is there"):
-        _ = layer.cache
-
-
 @pytest.mark.parametrize(
     ("call", "says"),
     [

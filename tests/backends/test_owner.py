@@ -54,7 +54,7 @@ UNGUARDED = {
     "retrieval_layers", "sequences", "small_rows", "valid", "wants_statistics",
     # Parts of a forward pass or of another operation, or of caches without retrieval layers.
     "activate_past_recording", "block_tables", "early_initialization", "get_conv_state", "get_recurrent_state", "meet",
-    "offload", "open_pass", "prefetch", "prepare_for", "restore_layer", "take_statistics", "undo", "update",
+    "offload", "open_pass", "prefetch", "prepare_for", "take_statistics", "undo", "update",
     "update_conv_state", "update_indexer", "update_recurrent_state",
 }  # fmt: skip
 

@@ -10,7 +10,7 @@ import torch
 import kvrecall
 from kvrecall import engine, errors
 from kvrecall.backends.transformers import RetrievalCache
-from kvrecall.backends.transformers.rezone import rezoned
+from kvrecall.backends.transformers.layer import rezoned
 from kvrecall.methods import Method
 from tests.backends.models import tiny
 from tests.backends.test_transformers import prompt, ragged

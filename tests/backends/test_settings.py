@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, LlamaConfig
 
-from kvrecall.backends.transformers import settings
-from kvrecall.backends.transformers.settings import config_digest
+from kvrecall.backends.transformers import fingerprint
+from kvrecall.backends.transformers.fingerprint import config_digest
 from tests.backends.models import SMALL
 
 FAMILIES: dict[str, tuple[dict[str, Any], set[str]]] = {
@@ -98,9 +98,9 @@ def test_names_versions_and_training_do_not_count(name: str) -> None:
 def test_settings_that_another_release_adds_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """At their defaults; with another value they do."""
     config = config_of("llama")
-    own, before = config_digest(config), settings._defaults(LlamaConfig)
+    own, before = config_digest(config), fingerprint._defaults(LlamaConfig)
     more = {"gated": False, "window_scale": 1.5, "layer_types": ["full_attention"] * 32, "new_kind": None}
-    monkeypatch.setattr(settings, "_defaults", lambda kind: {**before, **more})
+    monkeypatch.setattr(fingerprint, "_defaults", lambda kind: {**before, **more})
     for name, value in {**more, "layer_types": ["full_attention"] * config.num_hidden_layers}.items():
         setattr(config, name, value)
     assert config_digest(config) == own

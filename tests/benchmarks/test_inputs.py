@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.inputs import NOISE, Gaussian, Traced, Turning
-from kvrecall.backends.transformers.signature import ModelSignature
+from kvrecall.backends.transformers.families import ModelSignature
 from kvrecall.core.errors import InputFileError, ParameterError
 from kvrecall.evaluate.trace import LayerTrace, Trace, TraceInfo
 

@@ -105,5 +105,5 @@ def rows_per_call(model: Any) -> Iterator[list[int]]:
 def idle(model: Any) -> bool:
     """Whether the engine holds nothing, and the model is as it was."""
     loop = loop_of(model)
-    hooks = [part for part in model.modules() if part._forward_pre_hooks or part._forward_hooks]
+    hooks = [x for x in model.modules() if x._forward_pre_hooks or x._forward_hooks or "_call_impl" in vars(x)]
     return not (loop._active or loop._waiting or loop._driver or hooks) and model.config._attn_implementation == "sdpa"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kvrecall
-from kvrecall.backends.transformers.rezone import rezoned
+from kvrecall.backends.transformers.layer import rezoned
 from kvrecall.index.sphere import SphereIndex
 from kvrecall.index.statistics import LayerStatistics
 from kvrecall.layer.history import all_of_it

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kvrecall
-from kvrecall.backends.transformers.rezone import rezoned
+from kvrecall.backends.transformers.layer import rezoned
 from kvrecall.core.structs import AttentionParams
 from kvrecall.layer.history import all_of_it
 from kvrecall.layer.pipeline import decode_step, prefill_layer

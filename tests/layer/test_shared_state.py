@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kvrecall
-from kvrecall.backends.transformers.rezone import rezoned
+from kvrecall.backends.transformers.layer import rezoned
 from kvrecall.core.errors import NonFiniteError
 from kvrecall.index.page_means import PageMeansIndex
 from kvrecall.layer.history import all_of_it

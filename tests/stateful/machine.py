@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 import kvrecall
-from kvrecall.backends.transformers.rezone import rezoned
+from kvrecall.backends.transformers.layer import rezoned
 from kvrecall.layer.history import all_of_it, mend
 from kvrecall.layer.pipeline import decode_step, decode_steps, prefill_layer
 from kvrecall.layer.state import LayerState

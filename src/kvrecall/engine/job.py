@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from kvrecall.backends.interrupt import deferred_interrupt
-from kvrecall.backends.transformers.prefix import keep_prefix
+from kvrecall.backends.transformers.generating import keep_prefix
 from kvrecall.engine.asked import Asked
 from kvrecall.engine.decoding import Decoding, answers
 from kvrecall.engine.lookup import LookupDecoding

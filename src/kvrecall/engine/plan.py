@@ -10,7 +10,7 @@ from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from kvrecall.backends.memory import layers_near
-from kvrecall.backends.transformers.signature import ModelSignature
+from kvrecall.backends.transformers.families import ModelSignature
 from kvrecall.cache.blocks import block_size_on
 from kvrecall.cache.device_memory import SPARE_BYTES
 from kvrecall.cache.host_memory import available_host_bytes

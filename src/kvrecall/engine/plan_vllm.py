@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from kvrecall.backends.transformers.signature import ModelSignature
+from kvrecall.backends.transformers.families import ModelSignature
 from kvrecall.core.errors import ParameterError
 from kvrecall.index.base import LayerShape
 from kvrecall.step.capacity import Capacity, ahead_of, scratch_bytes

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kvrecall.backends.transformers import RetrievalCache
-from kvrecall.backends.transformers.prefix import shared_tokens
+from kvrecall.backends.transformers.generating import shared_tokens
 
 LEAST_TOKENS = 256
 """Fewer tokens are read again rather than kept or forked."""

@@ -1,4 +1,4 @@
-"""The attention function and the mask function that transformers calls during a forward pass that retrieves.
+"""The attention and mask functions of a forward pass that retrieves, and the configs that name them during one.
 
 Layers that do not retrieve (sliding windows, shared weights, other towers) and calls of other threads get the model's own
 functions, so their results are the same as without kvrecall.
@@ -6,15 +6,26 @@ functions, so their results are the same as without kvrecall.
 
 from __future__ import annotations
 
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, flash_attention_mask
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers.masking_utils import (
+    AttentionMaskInterface,
+    bidirectional_mask_function,
+    causal_mask_function,
+    flash_attention_mask,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvrecall.backends.transformers.layer import LAYER_TAG, TaggedLayer
-from kvrecall.backends.transformers.passes import OpenCall, current
-from kvrecall.backends.transformers.switch import own_attention, own_mask
+from kvrecall.backends.transformers.passes import ForwardPass, current
 from kvrecall.core.errors import ParameterError, ShapeError, UnsupportedModelError
 from kvrecall.core.structs import AttentionParams
 
@@ -106,7 +117,7 @@ def retrieval_mask(
     return flash_attention_mask(batch_size, q_length, kv_length, attention_mask=padding)
 
 
-def _own_causal_mask(running: OpenCall, module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:
+def _own_causal_mask(running: ForwardPass, module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:
     """The mask that a non-retrieval layer's own attention function needs, instead of our 2-D mask."""
     ours = mask is None or (mask.ndim == 2 and mask.shape[1] == key.shape[2])
     if not ours or running.own_causal_mask is None or getattr(module, "is_causal", True) is False:
@@ -161,3 +172,117 @@ class _NoGradient(torch.autograd.Function):
             "one with it",
             "Retrieval has no gradient; train without a cache.",
         )
+
+
+NAME = "kvrecall"
+
+
+@dataclass
+class _Switched:
+    """A config that names our function: the name before, and the number of passes that need it."""
+
+    config: PretrainedConfig
+    previous: str
+    passes: int = 0
+
+
+_lock = threading.RLock()
+_users = 0
+"""Contexts of `registered`."""
+_switched: dict[int, _Switched] = {}
+"""By id of the config, which is kept alive. Models may share a config, and threads a model."""
+
+
+@contextmanager
+def registered() -> Iterator[None]:
+    """Inside, transformers knows our functions by name; the last exit takes the name away.
+
+    A plain call in another thread may read the name just before a pass ends, so an attached model keeps it between passes.
+    """
+    global _users
+    with _lock:
+        _users += 1
+        AttentionInterface.register(NAME, retrieval_attention)
+        AttentionMaskInterface.register(NAME, retrieval_mask)
+    try:
+        yield
+    finally:
+        with _lock:
+            _users -= 1
+            if not _users:
+                AttentionInterface._global_mapping.pop(NAME, None)
+                AttentionMaskInterface._global_mapping.pop(NAME, None)
+
+
+@contextmanager
+def switched(configs: list[PretrainedConfig]) -> Iterator[None]:
+    """Inside, the configs name our attention and mask functions. The last pass over a config restores its name."""
+    with registered():
+        with _lock:
+            for config in configs:
+                entry = _switched.setdefault(id(config), _Switched(config, config._attn_implementation or "sdpa"))
+                entry.passes += 1
+                config._attn_implementation_internal = NAME
+        try:
+            yield
+        finally:
+            with _lock:
+                for config in configs:
+                    entry = _switched[id(config)]
+                    entry.passes -= 1
+                    if entry.passes:
+                        continue
+                    if config._attn_implementation == NAME:  # otherwise the caller has set another one meanwhile
+                        config._attn_implementation_internal = entry.previous
+                    del _switched[id(config)]
+
+
+def own_attention(module: nn.Module) -> Callable[..., Any]:
+    """The attention function that this module calls without kvrecall."""
+    name = _own_name(module.config)
+    if name in ALL_ATTENTION_FUNCTIONS:
+        return ALL_ATTENTION_FUNCTIONS[name]
+    for kind in type(module).__mro__:  # each modeling file has its own "eager" function
+        eager = getattr(sys.modules.get(kind.__module__), "eager_attention_forward", None)
+        if eager is not None:
+            return eager
+    return ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+
+def own_mask(config: PretrainedConfig | None) -> Callable[..., Any]:
+    """The mask function for a config's attention function."""
+    masks = AttentionMaskInterface._global_mapping
+    return masks.get(_own_name(config), masks["sdpa"])
+
+
+def _own_name(config: Any) -> str:
+    entry = _switched.get(id(config))
+    name = getattr(config, "_attn_implementation", None) if entry is None else entry.previous
+    return "sdpa" if name in (None, NAME) else str(name)
+
+
+def decoder_configs(model: PreTrainedModel) -> list[PretrainedConfig]:
+    """The config objects that the attention layers of a model's text decoder read; without other towers."""
+    text = model.config.get_text_config(decoder=True)
+    others = {id(config) for config in _other_towers(model.config, text)}
+    found = {id(config): config for config in (model.config, text)}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if isinstance(config, PretrainedConfig) and id(config) not in others:
+            found.setdefault(id(config), config)
+    return list(found.values())
+
+
+def _other_towers(config: PretrainedConfig, text: PretrainedConfig) -> Iterator[PretrainedConfig]:
+    for key in config.sub_configs:
+        part = getattr(config, key, None)
+        if part is None or part is text:
+            continue
+        if not _contains(part, text):
+            yield part
+        yield from _other_towers(part, text)
+
+
+def _contains(config: PretrainedConfig, wanted: PretrainedConfig) -> bool:
+    parts = [getattr(config, key, None) for key in config.sub_configs]
+    return any(part is wanted or (part is not None and _contains(part, wanted)) for part in parts)

@@ -16,14 +16,19 @@ from transformers import PretrainedConfig, PreTrainedModel
 from kvrecall.backends.interrupt import deferred_interrupt
 from kvrecall.backends.memory import as_before, check_device, layers_near
 from kvrecall.backends.transformers import passes, session
-from kvrecall.backends.transformers.cache_state import CacheState, check_method, check_rows_on_device
-from kvrecall.backends.transformers.families import template
-from kvrecall.backends.transformers.layer import RetrievalLayer
-from kvrecall.backends.transformers.other_layers import LayersBefore, can_crop, keeps_running_state
+from kvrecall.backends.transformers.cache_state import (
+    CacheState,
+    LayersBefore,
+    can_crop,
+    check_method,
+    check_rows_on_device,
+    keeps_running_state,
+)
+from kvrecall.backends.transformers.families import ModelSignature, template
+from kvrecall.backends.transformers.layer import RetrievalLayer, no_pickle
 from kvrecall.backends.transformers.owner import Claim, Owner, operation, request
-from kvrecall.backends.transformers.passes import ForwardPass, Inputs
+from kvrecall.backends.transformers.passes import CachePass, ForwardPass, Inputs
 from kvrecall.backends.transformers.session import SessionInfo
-from kvrecall.backends.transformers.signature import ModelSignature
 from kvrecall.backends.transformers.statistics import statistics_of
 from kvrecall.backends.transformers.token_log import TokenLog
 from kvrecall.cache.device_memory import has_own_memory, room_for_rows
@@ -175,9 +180,8 @@ class RetrievalCache(CacheState):
         return self.fork()
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        """Raises ParameterError: pickle, torch.save and multiprocessing cannot hold a cache."""
-        remedy = "Save it by cache.save(folder) and load it by RetrievalCache.load; in this process, copy it by cache.fork()."
-        raise ParameterError("cache", "another way than pickle to copy or send it", "pickle", remedy)
+        """Raises ParameterError."""
+        raise no_pickle()
 
     @operation("reserve")
     def reserve(self, tokens: int, sequences: int = 1) -> None:
@@ -202,7 +206,7 @@ class RetrievalCache(CacheState):
 
         Raises NotAttachedError outside a call of an attached model.
         """
-        if self.running is None or passes.current() is not self.running:
+        if self.running is None or passes.current() is not self.running.whole:
             raise NotAttachedError
         if layer_idx == self._attention_numbers[0]:
             self._begin_pass(key_states)
@@ -274,8 +278,13 @@ class RetrievalCache(CacheState):
     @operation("reorder_cache")
     def reorder_cache(self, beam_idx: Any) -> None:
         beam_idx = self._numbers("beam_idx", beam_idx)
-        with self._rearranged(beam_idx.tolist()):
-            super().reorder_cache(beam_idx)
+        sequences = beam_idx.tolist()
+        with self._rearranged(sequences):
+            for layer in self.layers:
+                if isinstance(layer, RetrievalLayer):
+                    layer.select(sequences, self.tables)
+                else:
+                    layer.reorder_cache(beam_idx)
 
     @operation("batch_repeat_interleave")
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -318,7 +327,7 @@ class RetrievalCache(CacheState):
         self.settle()
         passes.check_inputs(self, inputs)
         self._before = LayersBefore.of(self.layers, self.get_seq_length())
-        return ForwardPass(self, inputs, claim)
+        return ForwardPass(claim, [CachePass(self, inputs)])
 
     def _begin_pass(self, keys: Tensor) -> None:
         if keys.shape[2] > _CHECKED_TOKENS:  # memory must be available before any layer stores

@@ -29,11 +29,6 @@ def given_cache(given: dict[str, Any]) -> Any:
     return given.get(CACHE if CACHE in given else _OLD)
 
 
-def with_cache(given: dict[str, Any], cache: Any) -> dict[str, Any]:
-    """A copy of the keyword arguments of a call that passes `cache` instead of the cache that they had."""
-    return {name: value for name, value in given.items() if name not in (CACHE, _OLD)} | {CACHE: cache}
-
-
 def output_with(cache: Any, logits: Tensor | None = None) -> CausalLMOutputWithPast:
     """What a causal language model returns for `cache`. logits: fp32 or the model's dtype `[B, T, vocabulary]`."""
     return CausalLMOutputWithPast(**{"logits": logits, CACHE: cache})

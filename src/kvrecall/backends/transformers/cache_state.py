@@ -5,7 +5,8 @@ Layers, forward passes and sessions know a cache by this class; `cache.py` adds 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, ref
@@ -13,22 +14,72 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
 
-from kvrecall.backends.transformers.families import check_config, factor_switch, template
+from kvrecall.backends.transformers.families import ModelSignature, check_config, factor_switch, template
 from kvrecall.backends.transformers.fingerprint import Computation, computation_of
-from kvrecall.backends.transformers.layer import RetrievalLayer, RunningPass
-from kvrecall.backends.transformers.other_layers import LayersBefore, keeps_running_state
+from kvrecall.backends.transformers.layer import RetrievalLayer
 from kvrecall.backends.transformers.owner import Owner, operation
-from kvrecall.backends.transformers.signature import ModelSignature
 from kvrecall.backends.transformers.statistics_file import ModelStatistics
 from kvrecall.backends.transformers.token_log import TokenLog
 from kvrecall.cache.blocks import BlockPool, BlockTable, block_size_on
 from kvrecall.core.errors import CacheInUseError, CacheWriterError, InterruptedPassError, ParameterError
 from kvrecall.core.extras import check_process
 from kvrecall.core.fp8 import check_host_rows
+from kvrecall.core.structs import lasting_tensors
 from kvrecall.core.texts import integer
 from kvrecall.methods.base import Method
+
+
+@dataclass(frozen=True)
+class LayersBefore:
+    """transformers' own layers of a cache that held `tokens` tokens per sequence: what an undone pass goes back to.
+
+    layers: each with a copy of its attributes. A sliding window replaces its tensors, so references are enough. Linear
+    attention, convolutions and Mamba write into their states, some of them in kernels, so these are copied: about as many bytes
+    as one step reads of them.
+    """
+
+    tokens: int
+    layers: list[tuple[Any, dict[str, Any]]]
+
+    @staticmethod
+    def of(layers: Iterable[Any], tokens: int) -> LayersBefore:
+        """The current state of transformers' layers among `layers`."""
+        with lasting_tensors(), torch.no_grad():
+            return LayersBefore(tokens, [(layer, _copied(vars(layer))) for layer in layers if _has_state(layer)])
+
+    def restore(self) -> None:
+        """Puts every layer back; may be repeated."""
+        with lasting_tensors(), torch.no_grad():
+            for layer, attributes in self.layers:
+                vars(layer).update(_copied(attributes))
+
+
+def keeps_running_state(layer: Any) -> bool:
+    """Whether a layer keeps a running state, from which tokens cannot be removed."""
+    return isinstance(layer, LinearAttentionCacheLayerMixin)
+
+
+def can_crop(layer: Any) -> bool:
+    """Whether tokens can be removed from a layer's end."""
+    if keeps_running_state(layer):
+        return layer.record_past and layer.is_croppable
+    window = getattr(layer, "sliding_window", None) if isinstance(layer, DynamicLayer) else None
+    return window is None or getattr(layer, "record_past", False) or layer.get_seq_length() < window
+
+
+def _has_state(layer: Any) -> bool:
+    return isinstance(layer, DynamicLayer) or keeps_running_state(layer)
+
+
+def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
+    """The attributes with copies of the states, which are in dictionaries by number."""
+    return {
+        name: {n: x.clone() if isinstance(x, Tensor) else x for n, x in value.items()} if isinstance(value, dict) else value
+        for name, value in attributes.items()
+    }
+
 
 _pools: WeakKeyDictionary[PreTrainedModel, dict[torch.device, BlockPool]] = WeakKeyDictionary()
 """One pool of blocks per model and device, which all caches of the model share."""
@@ -87,8 +138,8 @@ class CacheState(Cache):
         """Ids of the stored tokens."""
         self.owner = Owner()
         """Which thread and which request work on this cache."""
-        self.running: RunningPass | None = None
-        """The current forward pass over this cache."""
+        self.running: Any = None
+        """This cache's part of the current forward pass (`CachePass`), or None."""
         self.statistics: ModelStatistics | None = None
         """Key statistics of the model that fills this cache; forks share them."""
         self.tokenizer: Any = None
@@ -96,7 +147,7 @@ class CacheState(Cache):
         self._model: ref[PreTrainedModel] | None = None
         self.tables: list[BlockTable] | None = None
         """Block tables of the sequences, for all layers; None while the cache is empty."""
-        layers: list[Any] = [RetrievalLayer(self, i) if type(x) is DynamicLayer else x for i, x in enumerate(template(config))]
+        layers: list[Any] = [RetrievalLayer(i) if type(x) is DynamicLayer else x for i, x in enumerate(template(config))]
         super().__init__(layers=layers)
         self._attention_numbers = [number for number, x in enumerate(self.layers) if isinstance(x, CacheLayerMixin)]
         """The layers that store keys: retrieval layers and transformers' own."""
@@ -161,13 +212,25 @@ class CacheState(Cache):
         """Ends an interrupted forward pass: cuts all layers to the length of the shortest one."""
         self._recover()
 
-    def _recover(self) -> None:
+    def settle(self) -> None:
+        """Before a forward pass: repairs the cache after an interrupted pass, and raises InterruptedPassError in that case.
+
+        Raises CacheInUseError, and changes nothing, during a pass of another thread."""
+        self.owner.check("settle")
+        if self._recover():
+            raise InterruptedPassError(self.get_seq_length())
+
+    def _recover(self) -> bool:
+        """Ends an interrupted forward pass; returns whether it was undone."""
         if self.running is not None and self.running.alive():
-            return
-        torn = [layer.mend() for layer in self.retrieval_layers]
+            return False
+        undone = any([layer.mend() for layer in self.retrieval_layers])
         if self.running is not None:
-            self.running.abandon(any(torn))
-        self.undo(self.get_seq_length())
+            undone = self.running.abandon(undone)
+        if undone or len(set(map(self._length, self._attention_numbers))) > 1:
+            self.undo(self.get_seq_length())
+            return True
+        return False
 
     def undo(self, tokens: int) -> None:
         """Cuts every layer to `tokens` tokens, after a forward pass that was not accepted."""
@@ -181,26 +244,9 @@ class CacheState(Cache):
                 layer.crop(tokens - layer.get_seq_length())
         self.tokens.truncate(tokens)
 
-    def restore_layer(self, layer: Any) -> None:
-        """Puts one of transformers' layers back to its state before the current pass."""
-        assert self._before is not None
-        self._before.restore(layer)
-
     def grows_too_long(self, tokens: int) -> bool:
         """Whether stored keys have a rotary embedding for shorter texts than `tokens` tokens."""
         return self.long_factors is False and self.factor_switch is not None and tokens > self.factor_switch
-
-    def settle(self) -> None:
-        """Before a forward pass: repairs the cache after an interrupted pass, and raises InterruptedPassError in that case.
-
-        Raises CacheInUseError, and changes nothing, during a pass of another thread."""
-        self.owner.check("settle")
-        stale, torn = self.running, any([layer.mend() for layer in self.retrieval_layers])
-        if stale is not None:
-            torn = stale.abandon(torn)
-        if torn or len(set(map(self._length, self._attention_numbers))) > 1:
-            self._recover()
-            raise InterruptedPassError(self.get_seq_length())
 
     def belongs_to(self, config: PretrainedConfig) -> bool:
         """Whether a layer's config describes the model that this cache was made for."""

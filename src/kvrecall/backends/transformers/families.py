@@ -186,3 +186,25 @@ def _outermost(module: nn.Module) -> list[PreTrainedModel]:
     if isinstance(module, PreTrainedModel):
         return [module]
     return [found for child in module.children() for found in _outermost(child)]
+
+
+@dataclass(frozen=True)
+class ModelSignature:
+    """Family and sizes of a model."""
+
+    model_type: str
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+
+    @staticmethod
+    def of(config: PretrainedConfig) -> ModelSignature:
+        """Signature of the text decoder of a model's config; heads are those of its first full-attention layer."""
+        text = config.get_text_config(decoder=True)
+        ours = [number for number, layer in enumerate(template(config)) if type(layer) is DynamicLayer]
+        heads = Heads.of(text, ours[0] if ours else 0)
+        return ModelSignature(text.model_type, text.num_hidden_layers, heads.query, heads.kv, heads.dim)
+
+    def __str__(self) -> str:
+        return f"{self.model_type}, {self.layers} layers, {self.query_heads}/{self.kv_heads} heads of {self.head_dim}"

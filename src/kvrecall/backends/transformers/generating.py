@@ -6,10 +6,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import update_wrapper
-from types import MethodType
+from functools import partial
 from typing import Any, TypeAlias
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -19,7 +17,6 @@ from kvrecall.backends.transformers.cache import RetrievalCache
 from kvrecall.backends.transformers.cache_name import given_cache
 from kvrecall.backends.transformers.owner import request
 from kvrecall.backends.transformers.passes import check_padding
-from kvrecall.backends.transformers.prefix import keep_prefix
 from kvrecall.core.errors import ParameterError, ShapeError, UnsupportedModelError
 
 Capture: TypeAlias = Callable[[PreTrainedModel, RetrievalCache, dict[str, Any]], AbstractContextManager[None]]
@@ -27,104 +24,63 @@ Capture: TypeAlias = Callable[[PreTrainedModel, RetrievalCache, dict[str, Any]],
 _PREPARE = "prepare_inputs_for_generation"
 
 
-class GenerateHook:
-    """Replaces methods of a model: `generate`, and those that transformers' decoding loops call once, with the prepared prompt:
-    `_prefill`, and `_get_candidate_generator` in assisted decoding. Also `prepare_inputs_for_generation`, which every step
-    calls."""
+def wrappers(model: PreTrainedModel, capture: Callable[[], Capture | None]) -> dict[str, Callable[..., Any]]:
+    """What to call around methods of a model, with the model's own one and its arguments: `generate`, those that transformers'
+    decoding loops call once, with the prepared prompt (`_prefill`, and `_get_candidate_generator` in assisted decoding), and
+    `prepare_inputs_for_generation`, which every step calls.
 
-    def __init__(self, model: PreTrainedModel, capture: Callable[[], Capture | None]) -> None:
-        """capture: returns what makes the context in which a call of `generate` captures its steps; None: it does not."""
-        self._model, self._capture = ref(model), capture
-        self._own: dict[str, Any] = {}
-        """By name of the replaced method: what something else had replaced it with, or None."""
-
-    def install(self) -> None:
-        """Replaces the methods, if the model generates."""
-        model: Any = self._model()
-        kinds = {"generate": _Generating, "_prefill": _Prefilling, "_get_candidate_generator": _Assisted, _PREPARE: _Preparing}
-        for name, kind in kinds.items():
-            if name not in self._own and hasattr(model, name):
-                self._own[name] = vars(model).get(name)
-                setattr(model, name, kind(model, name, self._capture))
-
-    def remove(self) -> None:
-        """Restores the model's own methods."""
-        model: Any = self._model()
-        while self._own and model is not None:
-            name, own = self._own.popitem()
-            if own is None:
-                delattr(model, name)
-            else:
-                setattr(model, name, own)
+    capture: returns what makes the context in which a call of `generate` captures its steps; None: it does not.
+    """
+    return {
+        "generate": partial(_generate, model, capture), "_prefill": partial(_prefill, model),
+        "_get_candidate_generator": _assist, _PREPARE: partial(_prepare, model),
+    }  # fmt: skip
 
 
-class _Replaced:
-    """A method of an attached model."""
-
-    def __init__(self, model: Any, name: str, capture: Callable[[], Capture | None]) -> None:
-        own: Callable[..., Any] = getattr(model, name)
-        self._model, self._name, self._capture, self._own = ref(model), name, capture, own
-        update_wrapper(self, own)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._own(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copied model gets its own method, because it is not attached."""
-        copied = memo.get(id(self._model()))
-        return self if copied is None else MethodType(getattr(type(copied), self._name), copied)
+def _generate(
+    model: PreTrainedModel, capture: Callable[[], Capture | None], own: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """One request over a RetrievalCache."""
+    cache = given_cache(kwargs)
+    if not isinstance(cache, RetrievalCache):
+        return own(*args, **kwargs)
+    with request(cache, "model.generate"):
+        captured = capture() if _may_capture() else None
+        with nullcontext() if captured is None else captured(model, cache, kwargs):
+            return own(*args, **kwargs)
 
 
-class _Generating(_Replaced):
-    """A model's `generate`, one request over a RetrievalCache."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        cache, model = given_cache(kwargs), self._model()
-        if model is None or not isinstance(cache, RetrievalCache):
-            return super().__call__(*args, **kwargs)
-        with request(cache, "model.generate"):
-            capture = self._capture() if _may_capture() else None
-            with nullcontext() if capture is None else capture(model, cache, kwargs):
-                return super().__call__(*args, **kwargs)
-
-
-class _Prefilling(_Replaced):
-    """A model's `_prefill`, which feeds the prompt of `generate` to the cache."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        input_ids, config, given = args[:3]
-        cache = given_cache(given)
-        if isinstance(cache, RetrievalCache) and (model := self._model()) is not None:
-            cache.meet(model)  # a cache of another model is not cut
-            if cache.factor_switch is not None:
-                cache.reserved_tokens = max(cache.reserved_tokens, config.max_length)
-            _go_on(cache, input_ids, config, given)
-        return super().__call__(*args, **kwargs)
+def _prefill(model: PreTrainedModel, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Feeds the prompt of `generate` to the cache."""
+    input_ids, config, given = args[:3]
+    cache = given_cache(given)
+    if isinstance(cache, RetrievalCache):
+        cache.meet(model)  # a cache of another model is not cut
+        if cache.factor_switch is not None:
+            cache.reserved_tokens = max(cache.reserved_tokens, config.max_length)
+        _go_on(cache, input_ids, config, given)
+    return own(*args, **kwargs)
 
 
-class _Preparing(_Replaced):
-    """A model's `prepare_inputs_for_generation`. Phi-3 drops the cache there where a text grows beyond its original length; for
-    a RetrievalCache it prepares as other models do."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        cache, model, made = given_cache(kwargs), self._model(), super().__call__(*args, **kwargs)
-        if model is None or not isinstance(cache, RetrievalCache) or given_cache(made) is cache:
-            return made
-        owner = next(kind for kind in type(model).__mro__ if _PREPARE in vars(kind))
-        made = getattr(super(owner, model), _PREPARE)(*args, **kwargs)
-        if given_cache(made) is not cache:
-            raise UnsupportedModelError(cache.signature.model_type, "a model that leaves its cache out of a call")
+def _prepare(model: PreTrainedModel, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Phi-3 drops the cache here where a text grows beyond its original length; for a RetrievalCache it prepares as other
+    models do."""
+    cache, made = given_cache(kwargs), own(*args, **kwargs)
+    if not isinstance(cache, RetrievalCache) or given_cache(made) is cache:
         return made
+    owner = next(kind for kind in type(model).__mro__ if _PREPARE in vars(kind))
+    made = getattr(super(owner, model), _PREPARE)(*args, **kwargs)
+    if given_cache(made) is not cache:
+        raise UnsupportedModelError(cache.signature.model_type, "a model that leaves its cache out of a call")
+    return made
 
 
-class _Assisted(_Replaced):
-    """A model's `_get_candidate_generator`. That the cache holds nothing is checked by the first forward pass."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given = kwargs["model_kwargs"]
-        if isinstance(given_cache(given), RetrievalCache):
-            _check_mask(given)
-        return super().__call__(*args, **kwargs)
+def _assist(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Begins assisted decoding. That the cache holds nothing is checked by the first forward pass."""
+    given = kwargs["model_kwargs"]
+    if isinstance(given_cache(given), RetrievalCache):
+        _check_mask(given)
+    return own(*args, **kwargs)
 
 
 def _check_mask(given: dict[str, Any]) -> Any:
@@ -170,3 +126,62 @@ _CUT = (
 
 def _may_capture() -> bool:
     return torch.cuda.is_available()
+
+
+def keep_prefix(
+    cache: RetrievalCache, input_ids: Tensor, attention_mask: Tensor | None, most: int, final_tokens: int, *,
+    needed: bool = False,
+) -> int:  # fmt: skip
+    """Cuts the cache to its common prefix with the prompt `[B, T]`, of at most `most` tokens, or to fewer tokens where it can
+    only go back to those before the last forward pass; returns the length.
+
+    attention_mask: `[B, T]`, 0 for padding, whose ids do not matter. final_tokens: of prompt and answer; keys whose rotary
+    embedding is for shorter texts are not kept. needed: whether a prompt without a common token is refused; otherwise the cache
+    is emptied. Synchronises once.
+
+    Raises ShapeError for another number of sequences or a refused prompt, and ParameterError if tokens that ids do not describe
+    (embeddings, images) would have to be compared, or if the cache cannot remove tokens; the cache is unchanged then.
+    """
+    held = cache.get_seq_length()
+    if not held:
+        return 0
+    if cache.sequences != input_ids.shape[0]:
+        raise ShapeError("batch", f"{cache.sequences} sequences", input_ids.shape[0], "Use a new cache for another batch.")
+    mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+    width = min(held, input_ids.shape[1])
+    padding = torch.zeros_like(mask)
+    if cache.valid is not None:
+        padding[:, :width] = ~cache.valid[:, :width].to(padding.device)
+    moved = (padding[:, :width] == mask[:, :width]).any(0).nonzero()  # padding on one side only
+    shared = min(cache.tokens.common_prefix(input_ids, mask), int(moved[0]) if moved.numel() else width)
+    common = min(shared, most)
+    if common < held and not cache.tokens.known:
+        remedy = "Call reset() first, or use a new cache."
+        raise ParameterError("cache", "tokens that can be compared with the prompt's ids", "embeddings or images", remedy)
+    if needed and not shared:
+        expected = f"the {held:,} tokens that the cache holds, or some of the first of them, and more behind them"
+        remedy = "Pass the whole conversation; for another prompt use a new cache, reset(), or a cache.fork() made before."
+        raise ShapeError("input_ids", expected, "another prompt", remedy)
+    if not common or cache.grows_too_long(final_tokens):
+        cache.reset()
+    return cache.rewind(common)
+
+
+def shared_tokens(cache: RetrievalCache, input_ids: Tensor, whole: bool = False) -> int:
+    """How many first tokens of a prompt `[1, T]` a fork of the cache can stand for, cut to them, without changing the answer.
+
+    cache: one sequence; it has read a prompt and decoded nothing. whole: all of its tokens, or none. At least two tokens are
+    left to be read, because a single one would be a decode step. Running states, and windows that have moved on, cannot be cut.
+    A cache that remembers the prompt's last queries is cut only if it remembers as many as a new one would.
+    """
+    held, total = cache.get_seq_length(), input_ids.shape[1]
+    common = min(cache.tokens.common_prefix(input_ids), total - 2)
+    if common == held:
+        return held
+    states = [layer.state for layer in cache.retrieval_layers if layer.state is not None]
+    if cache.fixed_layers():
+        return 0
+    watched = any(state.index is not None and state.index.watches for state in states)
+    if whole or watched or any(state.log is not None and held > max(total, state.log.window) for state in states):
+        return 0
+    return common

@@ -1,35 +1,34 @@
-"""The hooks on a model: calls with a RetrievalCache retrieve; all other calls are unchanged.
+"""An attached model: calls with a RetrievalCache retrieve; all other calls are unchanged.
 
-1. `attached` puts a pair of hooks on the model and on the models inside it, and removes them on exit. It counts contexts per
-model, so they may overlap in any order and in any thread. 2. A call with a RetrievalCache, or with several as one (`joint`),
-opens a forward pass (`passes`). Only during such a pass the decoder's configs name our attention function, where transformers'
-models look it up. On a GPU, `model.generate` replays captured steps (`generating`). 3. At the end every retrieval layer must
-have attended exactly once. Otherwise the pass is undone and refused.
+1. `attached` wraps the calls of the model and of the models inside it, and restores them on exit. It counts contexts per model,
+so they may overlap in any order and in any thread. 2. A call with a RetrievalCache, or with several as one (`joint`), is a
+forward pass (`passes`). Only during such a pass the decoder's configs name our attention function (`attention`). 3. At the end
+every retrieval layer must have attended exactly once. Otherwise the pass is undone and refused. 4. `model.generate` and what it
+calls once per prompt are wrapped too (`generating`); on a GPU it replays captured steps.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from functools import partial, wraps
+from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import EncoderDecoderCache, PretrainedConfig, PreTrainedModel
+from transformers import EncoderDecoderCache, PreTrainedModel
 
 from kvrecall.backends.interrupt import deferred_interrupt
-from kvrecall.backends.transformers import passes
-from kvrecall.backends.transformers.attention import retrieval_attention, retrieval_mask
+from kvrecall.backends.transformers.attention import decoder_configs, registered, switched
 from kvrecall.backends.transformers.cache import RetrievalCache
 from kvrecall.backends.transformers.families import COMPILED, ENCODER_DECODER, check_model, transformers_model
-from kvrecall.backends.transformers.generating import Capture, GenerateHook
+from kvrecall.backends.transformers.generating import Capture, wrappers
 from kvrecall.backends.transformers.joint import JointCache
-from kvrecall.backends.transformers.passes import Inputs, OpenCall
-from kvrecall.backends.transformers.pieces import hooks_for_pieces
-from kvrecall.backends.transformers.switch import decoder_configs, registered, switched
+from kvrecall.backends.transformers.owner import Claim
+from kvrecall.backends.transformers.passes import ForwardPass, Inputs
+from kvrecall.backends.transformers.pieces import wrapped_parts
 from kvrecall.core.errors import (
     CacheInUseError,
     CacheModelError,
@@ -39,8 +38,10 @@ from kvrecall.core.errors import (
 )  # fmt: skip
 from kvrecall.core.extras import check_process
 
+_CALL = "_call_impl"
+"""The method that calls a module, with its hooks and with whatever has replaced its `forward`."""
 _lock = threading.RLock()
-_attached: WeakKeyDictionary[PreTrainedModel, Attachment] = WeakKeyDictionary()
+_attached: dict[PreTrainedModel, Attachment] = {}
 
 
 @contextmanager
@@ -49,139 +50,144 @@ def attached(model: nn.Module, capture: Capture | None = None, tokenizer: Any = 
     another context does."""
     inner = transformers_model(model)
     check_model(inner)
-    context = _Context(inner, capture, tokenizer)
+    check_process()
+    context = object()
     try:
-        context.enter()
+        with deferred_interrupt(), _lock:
+            attachment = _attached.get(inner) or Attachment(inner)
+            attachment.enter(context, capture, tokenizer)
         yield
     finally:
         try:
-            context.leave()
+            _leave(inner, context)
         finally:
-            context.leave()  # if a signal ended the first call before it began
+            _leave(inner, context)  # if a signal ended the first call before it began
 
 
-class _Context:
-    """One `with` block: counts itself in and out exactly once, also if signals interrupt it."""
-
-    def __init__(self, model: PreTrainedModel, capture: Capture | None, tokenizer: Any) -> None:
-        self._model, self._capture, self._tokenizer = model, capture, tokenizer
-        self._attachment: Attachment | None = None
-
-    def enter(self) -> None:
-        check_process()
-        with deferred_interrupt(), _lock:
-            attachment = _attached.get(self._model)
-            if attachment is None:
-                attachment = _attached[self._model] = Attachment(self._model)
-            attachment.enter(self._capture, self._tokenizer)
-            self._attachment = attachment
-
-    def leave(self) -> None:
-        with deferred_interrupt():
-            if self._attachment is not None:
-                self._attachment.recover()  # without the lock, because it may wait for another thread
+def _leave(model: PreTrainedModel, context: object) -> None:
+    """Ends a context once."""
+    with deferred_interrupt():
+        attachment = _attached.get(model)
+        if attachment is not None:
+            attachment.recover()  # without the lock, because it may wait for another thread
             with _lock:
-                if self._attachment is not None:
-                    self._attachment.leave(self._capture)
-                    if self._attachment.idle:  # it holds the model
-                        _attached.pop(self._model, None)
-                    self._attachment = None
+                attachment.leave(context)
+
+
+def _wrap(module: Any, name: str, around: Callable[..., Any]) -> Callable[[], None]:
+    """Replaces a method of a module: `around(method, *args, **kwargs)` is called in its place. Returns what restores it."""
+    own: Callable[..., Any] = getattr(module, name)
+    replaced = vars(module).get(name)
+
+    @wraps(getattr(own, "__func__", own))  # `generate` reads signatures
+    def wrapped(called: Any, *args: Any, **kwargs: Any) -> Any:
+        if called is not module:  # a deep copy, which is not attached
+            return getattr(type(called), name)(called, *args, **kwargs)
+        return around(own, *args, **kwargs)
+
+    setattr(module, name, MethodType(wrapped, module))
+    return partial(delattr, module, name) if replaced is None else partial(setattr, module, name, replaced)
 
 
 class Attachment:
-    """The hooks on one model, and the number of contexts that use them."""
+    """What is wrapped of one model, and the contexts that use it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._contexts, self._captures = 0, list[Capture]()
-        self._generate = GenerateHook(model, self._capture)
+        self._model, self._config, self._configs = model, model.config, decoder_configs(model)
+        self._contexts: dict[object, Capture | None] = {}
+        """In the order in which they were entered."""
         self._tokenizer: Any = None
-        self._parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-        self._handles: list[Any] = []
-        self._registered = ExitStack()
-        self._running: list[OpenCall] = []
-        self.config: PretrainedConfig = model.config
-        self.configs = decoder_configs(model)
+        self._calls = ExitStack()
+        """Restores calls once no context and no pass is left."""
+        self._methods = ExitStack()
+        """Restores the methods of `generate` once no context is left."""
+        self._running: list[ForwardPass] = []
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
-        return self  # a copied model has the hooks; this shows that it is not attached
-
-    def enter(self, capture: Capture | None, tokenizer: Any = None) -> None:
-        """Counts one more context."""
+    def enter(self, context: object, capture: Capture | None, tokenizer: Any = None) -> None:
+        """Adds a context."""
         self._tokenizer = self._tokenizer if tokenizer is None else tokenizer
-        if not self._handles:
-            self._registered.enter_context(registered(retrieval_attention, retrieval_mask))
-            self._handles += hooks_for_pieces(self._parts[0])
-            for part in self._parts:
-                self._handles.append(part.register_forward_pre_hook(self._before, with_kwargs=True))
-                self._handles.append(part.register_forward_hook(self._after, with_kwargs=True, always_call=True))
-        self._contexts += 1
-        self._captures += [] if capture is None else [capture]
-        self._generate.install()
-
-    def leave(self, capture: Capture | None) -> None:
-        """Counts one context less. The last one removes the hooks, once no other thread is in a pass."""
-        self._contexts -= 1
-        if capture is not None:
-            self._captures.remove(capture)
+        if _attached.get(self._model) is not self:
+            _attached[self._model] = self
+            self._calls.enter_context(registered())
+            parts = [(part, self._call) for part in self._model.modules() if isinstance(part, PreTrainedModel)]
+            for part, around in [*wrapped_parts(self._model), *parts]:
+                self._calls.callback(_wrap(part, _CALL, around))
         if not self._contexts:
-            self._generate.remove()
+            for name, around in wrappers(self._model, self._capture).items():
+                if hasattr(self._model, name):
+                    self._methods.callback(_wrap(self._model, name, around))
+        self._contexts[context] = capture
+
+    def leave(self, context: object) -> None:
+        """Removes a context. The last one restores the model, once no other thread is in a pass."""
+        self._contexts.pop(context, None)
+        if not self._contexts:
+            self._methods.close()
         self._clean()
+
+    def _capture(self) -> Capture | None:
+        """That of the latest context that has one."""
+        return next((capture for capture in reversed(self._contexts.values()) if capture is not None), None)
 
     def recover(self) -> None:
         """Undoes interrupted passes. A cache in use elsewhere has been restored by its user."""
-        for dead in [running for running in self._running if not running.alive()]:
+        for cache in [part.cache for running in self._running if not running.alive() for part in running.parts]:
             with suppress(CacheInUseError):
-                dead.cache.align()
-
-    def _capture(self) -> Capture | None:
-        return self._captures[-1] if self._captures else None
-
-    @property
-    def idle(self) -> bool:
-        """Whether there is no context and no pass."""
-        return not self._contexts and not self._running
+                cache.align()
 
     def _clean(self) -> None:
         with _lock:
-            self._running = [running for running in self._running if running.open]
-            if self.idle:
-                self._registered.close()
-                while self._handles:
-                    self._handles.pop().remove()
+            for dead in [running for running in self._running if not running.alive()]:
+                dead.restore()
+            self._running = [running for running in self._running if running.parts]
+            if not self._contexts and not any(running.alive() for running in self._running):
+                self._calls.close()
+                _attached.pop(self._model, None)
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _call(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A call of the model, or of a model inside it."""
         cache = _retrieval_cache(args, kwargs)
         if cache is None:
-            return
+            return own(*args, **kwargs)
         if torch.compiler.is_compiling():
             raise ParameterError("model", "a forward that is not compiled", "one inside torch.compile", COMPILED)
-        if not cache.belongs_to(self.config):
-            raise CacheModelError(str(cache.signature), self.config.model_type or type(self.config).__name__)
-        claim = passes.claim(cache, module)
-        if claim is None:  # inside an open pass
-            return
+        if not cache.belongs_to(self._config):
+            raise CacheModelError(str(cache.signature), self._config.model_type or type(self._config).__name__)
+        running = cache.running
+        if running is not None and running.alive() and running.here():  # a model inside the one that was called
+            return own(*args, **kwargs)
+        claim = Claim("cache", is_pass=True)
         try:
-            for own in cache.members:
-                own.meet(self._parts[0])
-                own.tokenizer = self._tokenizer if own.tokenizer is None else own.tokenizer
-            if self._contexts and isinstance(cache, RetrievalCache) and not cache.get_seq_length():
-                cache.take_statistics(self._parts[0])  # before the pass begins, because it may fail
-            with _lock:  # no other thread may remove the hooks between this check and the beginning of the pass
-                if not self._contexts or not any(module is part for part in self._parts):
-                    raise NotAttachedError
-                switch = partial(switched, self.configs, retrieval_attention, retrieval_mask)
-                self._running.append(passes.enter(cache, module, _inputs(args, kwargs), claim, switch))
-        except BaseException:
-            passes.release(cache, claim)
-            raise
-
-    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        cache = _retrieval_cache(args, kwargs)
-        if cache is not None:
+            running = self._begin(cache, _inputs(args, kwargs), claim)
             try:
-                passes.leave(cache, module, failed=output is None)
-            finally:
-                self._clean()
+                output = own(*args, **kwargs)
+            except Exception:
+                with suppress(Exception):  # the cache repairs itself at its next use
+                    running.finish(failed=True)
+                raise
+            running.finish(failed=False)
+            return output
+        finally:  # after other exceptions, such as KeyboardInterrupt, whoever uses the cache next undoes the pass
+            claim.ended = True
+            self._clean()
+
+    def _begin(self, cache: RetrievalCache | JointCache, inputs: Inputs, claim: Claim) -> ForwardPass:
+        """Begins a pass. If it raises, nothing is changed."""
+        for own in cache.members:
+            own.owner.begin(claim)
+        for own in cache.members:
+            own.meet(self._model)
+            own.tokenizer = self._tokenizer if own.tokenizer is None else own.tokenizer
+        if self._contexts and isinstance(cache, RetrievalCache) and not cache.get_seq_length():
+            cache.take_statistics(self._model)  # before the pass begins, because it may fail
+        with _lock:  # no other thread may restore the model between this check and the beginning of the pass
+            if not self._contexts:
+                raise NotAttachedError
+            running = cache.open_pass(inputs, claim)
+            with deferred_interrupt():
+                self._running.append(running)
+                running.begin(switched(self._configs))
+        return running
 
 
 def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:

@@ -2,7 +2,7 @@
 
 1. Each row of the batch is one sequence of one member. A layer of the joint cache hands each member's layer its own rows, so
    every member stores and attends as it does alone, whatever its method and its length.
-2. The call is a forward pass of every member (`passes.ForwardPass`): accepted completely, or undone.
+2. The call is one forward pass with a part for each member (`passes`): accepted completely, or undone.
 3. After an error in a member's own attention, this member leaves the step and the others go on. An error of the call itself
    undoes the step for all.
 
@@ -14,19 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvrecall.backends.interrupt import deferred_interrupt
 from kvrecall.backends.transformers import passes
 from kvrecall.backends.transformers.cache import RetrievalCache
 from kvrecall.backends.transformers.layer import RetrievalLayer, as_attended, tagged
 from kvrecall.backends.transformers.owner import Claim
-from kvrecall.backends.transformers.passes import ForwardPass, Inputs, OpenCall
+from kvrecall.backends.transformers.passes import CachePass, ForwardPass, Inputs
 from kvrecall.core.errors import NotAttachedError, ParameterError, ShapeError, UnsupportedModelError
 from kvrecall.core.structs import AttentionParams
 
@@ -55,9 +53,13 @@ class JointCache(Cache):
         """The batch rows of each member."""
         self.failed: dict[int, Exception] = {}
         """By number of the member: why it did not take part in the last step. Such a member is unchanged."""
-        self.running: JointPass | None = None
-        self.runs_states = False
-        super().__init__(layers=[JointLayer(self, number) for number in range(len(members[0].layers))])
+        self._pass: ForwardPass | None = None
+        super().__init__(layers=[JointLayer(self.members, self.rows, self.failed, i) for i in range(len(members[0].layers))])
+
+    @property
+    def running(self) -> ForwardPass | None:
+        """The current forward pass."""
+        return self._pass if self._pass is not None and self._pass.parts else None
 
     @property
     def sequences(self) -> int:
@@ -73,7 +75,7 @@ class JointCache(Cache):
         """Whether a layer's config describes the model that all members were made for."""
         return all(member.belongs_to(config) for member in self.members)
 
-    def open_pass(self, inputs: Inputs, claim: Claim) -> JointPass:
+    def open_pass(self, inputs: Inputs, claim: Claim) -> ForwardPass:
         """Begins a step. If it raises, the members are unchanged."""
         if (inputs.sequences, inputs.tokens) != (self.sequences, 1):
             got = [inputs.sequences, inputs.tokens]
@@ -82,7 +84,13 @@ class JointCache(Cache):
             raise ShapeError("attention_mask", "none", "one", "A decode step has no padding.")
         for member in self.members:
             member.settle()
-        return JointPass(self, inputs, claim)
+        self.failed.clear()
+        parts = []
+        for member, rows in zip(self.members, self.rows, strict=True):
+            ids = None if inputs.ids is None else inputs.ids[rows]
+            parts.append(CachePass(member, Inputs(member.sequences, 1, ids, None)))
+        self._pass = ForwardPass(claim, parts, self.failed)
+        return self._pass
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -94,21 +102,18 @@ class JointCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Raises NotTogetherError: the rows have no length in common."""
-        raise NotTogetherError(self._family, "a model that asks for one length of all rows, which belong to different requests")
+        layer: Any = self.layers[layer_idx]
+        return layer.get_seq_length()
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return 0  # for masks, which a single token does not need
 
     def align(self) -> None:
-        """After an exception that the hooks did not see: restores the members to their state before the step."""
+        """After an interrupted step: restores the members to their state before it."""
         if self.running is not None and not self.running.alive():
-            self.running.finish(failed=True)
+            self.running.abandon()
         for member in self.members:
             member.align()
-
-    @property
-    def _family(self) -> str:
-        return self.members[0].signature.model_type
 
 
 def joinable(cache: RetrievalCache) -> bool:
@@ -122,17 +127,12 @@ class JointLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, cache: JointCache, number: int) -> None:
+    def __init__(self, members: list[RetrievalCache], rows: list[slice], failed: dict[int, Exception], number: int) -> None:
+        """The first three as in `JointCache`, which shares them."""
         super().__init__()
-        self._owner, self.number = ref(cache), number
+        self._members, self._rows, self._failed, self.number = members, rows, failed, number
+        self._family = members[0].signature.model_type
         self.is_initialized = True
-
-    @property
-    def cache(self) -> JointCache:
-        """The joint cache of this layer, by a weak reference."""
-        cache = self._owner()
-        assert cache is not None, "the layer has outlived its cache"
-        return cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the members' layers exist."""
@@ -146,19 +146,18 @@ class JointLayer(CacheLayerMixin):
 
         Rows of a member that failed, in this layer or an earlier one, are 0.
         """
-        joint = self.cache
         if mask is not None:
-            raise NotTogetherError(joint._family, "a mask for single tokens without padding")
+            raise NotTogetherError(self._family, "a mask for single tokens without padding")
         outs = []
-        for number, (member, rows) in enumerate(zip(joint.members, joint.rows, strict=True)):
+        for number, (member, rows) in enumerate(zip(self._members, self._rows, strict=True)):
             layer, own = member.layers[self.number], queries[rows]
             assert isinstance(layer, RetrievalLayer)
             out = torch.zeros_like(own)
-            if number not in joint.failed:
+            if number not in self._failed:
                 try:
                     out = layer.attend(own, *layer.update(keys[rows], values[rows]), None, params)
                 except Exception as error:  # concerns this member only: its rows, memory, index
-                    joint.failed[number] = error
+                    self._failed[number] = error
             outs.append(out)
         return torch.cat(outs)
 
@@ -167,70 +166,10 @@ class JointLayer(CacheLayerMixin):
         return int(query_length), 0
 
     def get_seq_length(self) -> int:
-        return self.cache.get_seq_length(self.number)
+        raise NotTogetherError(self._family, "a model that asks for one length of all rows, which belong to different requests")
 
     def get_max_length(self) -> int:
         return -1
 
     def get_max_cache_shape(self) -> int:
         return -1
-
-
-class JointPass(OpenCall):
-    """One call of the model, a forward pass of every member."""
-
-    def __init__(self, cache: JointCache, inputs: Inputs, claim: Claim) -> None:
-        super().__init__(cache, claim)
-        self.cache: JointCache = cache
-        cache.failed.clear()
-        self._members: list[_MemberPass] = []
-        for member, rows in zip(cache.members, cache.rows, strict=True):
-            ids = None if inputs.ids is None else inputs.ids[rows]
-            self._members.append(_MemberPass(self, member, Inputs(member.sequences, 1, ids, None)))
-
-    def begin(self, switch: Any) -> None:
-        super().begin(switch)
-        for each in self._members:
-            each.cache.running = each
-
-    def missing(self) -> list[int]:
-        """Layers in which some member that did not fail has not attended."""
-        going = [each for number, each in enumerate(self._members) if number not in self.cache.failed]
-        return sorted({number for each in going for number in each.missing()})
-
-    def finish(self, failed: bool) -> None:
-        """Accepts the step of members that did not fail and undoes it for the others; if the call failed, for all.
-
-        Raises UnsupportedModelError if the model skipped a layer without an error.
-        """
-        passed_by: UnsupportedModelError | None = None
-        with deferred_interrupt():
-            self._close()
-            members, self._members = self._members, []  # no reference cycle that would keep the caches alive
-            for number, each in enumerate(members):
-                try:
-                    each.end(failed=failed or number in self.cache.failed)
-                except UnsupportedModelError as error:
-                    passed_by = error
-                except Exception as error:  # out of memory while undoing; the member repairs itself at its next use
-                    self.cache.failed.setdefault(number, error)
-        if passed_by is not None:
-            raise passed_by
-
-
-class _MemberPass(ForwardPass):
-    """A member's part of a joint pass. Finishing it from outside finishes the whole call."""
-
-    def __init__(self, joint: JointPass, cache: RetrievalCache, inputs: Inputs) -> None:
-        super().__init__(cache, inputs, joint.claim)
-        self._joint = joint
-
-    def finish(self, failed: bool) -> None:
-        if self._joint.open:
-            self._joint.finish(failed=True)
-        else:
-            self.end(failed=True)
-
-    def end(self, failed: bool) -> None:
-        """Accepts the member's step, or undoes it."""
-        super().finish(failed)

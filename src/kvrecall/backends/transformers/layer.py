@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Protocol
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -14,11 +13,9 @@ from kvrecall.backends import base
 from kvrecall.backends.base import NewTokens
 from kvrecall.backends.interrupt import deferred_interrupt
 from kvrecall.backends.memory import all_or_nothing, check_device, explained, layer_bytes, zone_bytes
-from kvrecall.backends.transformers.rezone import rezoned
-from kvrecall.backends.transformers.signature import ModelSignature
-from kvrecall.backends.transformers.statistics_file import ModelStatistics
 from kvrecall.cache.block_rows import say_not_on_device
 from kvrecall.cache.blocks import BlockTable
+from kvrecall.cache.copies import bring
 from kvrecall.cache.device_memory import has_own_memory, room_for_rows
 from kvrecall.core.errors import (
     CacheModelError,
@@ -54,51 +51,6 @@ class TaggedLayer(Protocol):
         ...
 
 
-class RunningPass(Protocol):
-    """The forward pass over a cache."""
-
-    attended: set[int]
-    """Numbers of the retrieval layers that have attended."""
-
-    def alive(self) -> bool:
-        """Whether the call that began it still runs."""
-        ...
-
-    def abandon(self, torn: bool = False) -> bool:
-        """Ends a dead pass; returns whether it was undone. torn: a layer has stored half of it."""
-        ...
-
-
-class LayerCache(Protocol):
-    """What a layer reads of its cache, `CacheState`."""
-
-    method: Method
-    profile: bool
-    observe_queries: int
-    rows_on_device: bool | None
-    reserved_tokens: int
-    prefilling: bool
-    signature: ModelSignature
-    statistics: ModelStatistics | None
-    tables: list[BlockTable] | None
-    running: RunningPass | None
-    on_queries: Callable[[int, Tensor], None] | None
-
-    @property
-    def small_rows(self) -> bool:
-        """Whether rows in host memory are in eight bits."""
-        ...
-
-    @property
-    def retrieval_layers(self) -> list[RetrievalLayer]:
-        """The layers that retrieve."""
-        ...
-
-    def block_tables(self, layer: int, sequences: int, device: torch.device) -> list[BlockTable]:
-        """Block tables of `sequences` sequences for a new layer."""
-        ...
-
-
 def as_attended(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values in the dtype that the model attends in: under autocast rotated keys are fp32, values are not."""
     device = keys.device.type
@@ -115,6 +67,12 @@ def tagged(layer: TaggedLayer, keys: Tensor, values: Tensor) -> tuple[Tensor, Te
     return keys, values
 
 
+def no_pickle() -> ParameterError:
+    """The error of pickle, torch.save and multiprocessing, which cannot hold a cache."""
+    remedy = "Save it by cache.save(folder) and load it by RetrievalCache.load; in this process, copy it by cache.fork()."
+    return ParameterError("cache", "another way than pickle to copy or send it", "pickle", remedy)
+
+
 class RetrievalLayer(CacheLayerMixin):
     """Implements the cache-layer protocol. The protocol never passes queries or masks to a cache, so `update` only checks, and
     the attention function calls `attend` with the queries, which stores.
@@ -125,26 +83,20 @@ class RetrievalLayer(CacheLayerMixin):
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, cache: LayerCache, number: int) -> None:
+    def __init__(self, number: int) -> None:
         super().__init__()
-        self._owner, self.number = ref(cache), number
+        self.number = number
+        self.running: Any = None
+        """During a forward pass: its cache's part of it (`CachePass`). Otherwise a layer does not know its cache, so dropping
+        the cache frees its memory at once (no reference cycle)."""
         self.state: LayerState | None = None
         self.captured: Callable[[Tensor, Tensor, Tensor, AttentionParams], Tensor] | None = None
         """Set while captured decoding owns the state: called with (queries, keys, values, parameters) of a step."""
         self._logical = 0
         self._valid: Tensor | None = None  # bool [B, logical length] on the CPU; None without padding
 
-    @property
-    def cache(self) -> LayerCache:
-        """The cache of this layer, by a weak reference, so that dropping the cache frees its memory at once (no reference
-        cycle)."""
-        cache = self._owner()
-        if cache is None:
-            raise ParameterError("layer", "one whose cache is there", "one whose cache is gone", "Keep the cache itself.")
-        return cache
-
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.cache.__reduce_ex__(protocol)  # which says what to do instead
+        raise no_pickle()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: `attend` makes the state, because only queries show how many query heads this process has."""
@@ -152,21 +104,21 @@ class RetrievalLayer(CacheLayerMixin):
     def _begin(self, queries: Tensor, keys: Tensor) -> None:
         """Makes an empty state for this process's heads; under tensor parallelism they are a part of the model's."""
         b, heads, _, dim = keys.shape
-        cache = self.cache
-        known = self._statistics(heads, dim)
+        cache = self.running.cache
+        known = self._statistics(cache, heads, dim)
         shape = LayerShape(b, queries.shape[1], heads, dim, keys.dtype, keys.device, known, small_rows=cache.small_rows)
         with explained(self.number, shape, cache.method, max(cache.reserved_tokens, keys.shape[2])):
             tables = cache.block_tables(self.number, b, keys.device)
-            near = self._rows_on_device(shape, cache.method, max(cache.reserved_tokens, keys.shape[2]))
+            near = self.rows_on_device(cache, shape, keys.shape[2])
             self.state = LayerState(self.number, shape, cache.method, cache.profile, cache.observe_queries, tables, near)
         if cache.reserved_tokens:
             self._reserve(cache.reserved_tokens)
         self.is_initialized = True
 
-    def _rows_on_device(self, shape: LayerShape, method: Method, tokens: int) -> bool:
+    def rows_on_device(self, cache: Any, shape: LayerShape, tokens: int) -> bool:
         """Whether rows of the retrieval zone go to the device: the layer searches nothing, and there is room for its announced
-        rows besides the windows and summaries of later layers."""
-        cache = self.cache
+        rows besides the windows and summaries of later layers. cache: its `CacheState`."""
+        method, tokens = cache.method, max(cache.reserved_tokens, tokens)
         if method.searches(self.number) or not has_own_memory(shape.device) or cache.rows_on_device is False:
             return False
         need = shape.sequences * zone_bytes(shape, method, tokens)
@@ -177,9 +129,9 @@ class RetrievalLayer(CacheLayerMixin):
         say_not_on_device(need, shape.device)
         return False
 
-    def _statistics(self, heads: int, dim: int) -> LayerStatistics | None:
+    def _statistics(self, cache: Any, heads: int, dim: int) -> LayerStatistics | None:
         """The key statistics of this layer, if it has these heads; else None."""
-        known = self.cache.statistics
+        known = cache.statistics
         return None if known is None else known.layer(self.number, heads, dim)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -217,23 +169,24 @@ class RetrievalLayer(CacheLayerMixin):
 
         mask: bool `[B, logical length + T]`, False for padding, or None.
         """
-        running = self.cache.running
+        running = self.running
         assert running is not None, "attention outside a forward pass"
+        cache = running.cache
         if self.number in running.attended:
-            raise UnsupportedModelError(self.cache.signature.model_type, "layers that attend twice to the keys of one layer")
+            raise UnsupportedModelError(cache.signature.model_type, "layers that attend twice to the keys of one layer")
         if self.captured is not None:
             running.attended.add(self.number)
             return self.captured(queries, keys, values, params)
         new = queries.shape[2]
         valid = self._new_validity(mask, new)
-        if self.cache.on_queries is not None:
-            self.cache.on_queries(self.number, queries)
+        if cache.on_queries is not None:
+            cache.on_queries(self.number, queries)
         if self.state is None:
             self._begin(queries, keys)
         shape = self._ready().shape
         if queries.shape[1] != shape.query_heads:
             raise CacheModelError(f"{shape.query_heads} query heads", f"{queries.shape[1]} query heads")
-        tokens = NewTokens(queries, keys, values, valid, prompt=self.cache.prefilling)
+        tokens = NewTokens(queries, keys, values, valid, prompt=cache.prefilling)
         out = base.attend(self._ready(), tokens, params, lambda: self._advance(valid, new), self._counts())
         running.attended.add(self.number)
         return out
@@ -286,28 +239,32 @@ class RetrievalLayer(CacheLayerMixin):
         """Undoes an unfinished change; returns whether there was one."""
         return self.state is not None and mend(self.state)
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._select(beam_idx.tolist())
+    def select(self, sequences: list[int], tables: list[BlockTable] | None) -> None:
+        """Reorders: sequence i becomes the old `sequences[i]`. tables: of the new order."""
+        if self.state is None or sequences == list(range(self.state.shape.sequences)):
+            return
+        state = self.state.select(sequences, tables)
+        valid = None if self._valid is None else self._valid[sequences]
+        self.state, self._valid = state, valid
 
-    def fork(self, cache: LayerCache) -> RetrievalLayer:
-        """A layer of `cache` with the same tokens under that cache's method; host rows are shared copy-on-write if the
-        zones have the same sizes."""
-        copy = RetrievalLayer(cache, self.number)
+    def fork(self, cache: Any) -> RetrievalLayer:
+        """A layer of another cache (`CacheState`) with the same tokens under that cache's method; host rows are shared
+        copy-on-write if the zones have the same sizes."""
+        copy, method = RetrievalLayer(self.number), cache.method
         if self.state is not None:
             shape = self.state.shape
-            shape = with_statistics(shape, copy._statistics(shape.kv_heads, shape.head_dim))
-            if cache.method.zone_sizes() == self.state.store.sizes:
-                stays = self.state.store.on_device and not cache.method.searches(self.number)
-                tokens = max(cache.reserved_tokens, self._logical)
-                near = cache.rows_on_device is None and (stays or copy._rows_on_device(shape, cache.method, tokens))
-                copy.state = self.state.fork(cache.method, shape, cache.tables, near)
+            shape = with_statistics(shape, copy._statistics(cache, shape.kv_heads, shape.head_dim))
+            if method.zone_sizes() == self.state.store.sizes:
+                stays = self.state.store.on_device and not method.searches(self.number)
+                near = cache.rows_on_device is None and (stays or copy.rows_on_device(cache, shape, self._logical))
+                copy.state = self.state.fork(method, shape, cache.tables, near)
             else:
                 tokens = max(cache.reserved_tokens, self._logical)
-                with explained(self.number, self.state.shape, cache.method, tokens):
+                with explained(self.number, self.state.shape, method, tokens):
                     copy.state = rezoned(
-                        self.state, cache.method, expect_tokens=tokens, observe_queries=cache.observe_queries,
-                        shape=shape, tables=cache.block_tables(self.number, shape.sequences, shape.device),
-                        rows_on_device=copy._rows_on_device(shape, cache.method, tokens),
+                        self.state, method, expect_tokens=tokens, observe_queries=cache.observe_queries, shape=shape,
+                        tables=cache.block_tables(self.number, shape.sequences, shape.device),
+                        rows_on_device=copy.rows_on_device(cache, shape, tokens),
                     )  # fmt: skip
             copy.is_initialized = True
         copy._logical, copy._valid = self._logical, self._valid
@@ -340,13 +297,6 @@ class RetrievalLayer(CacheLayerMixin):
 
         return restore
 
-    def _select(self, sequences: list[int]) -> None:
-        if self.state is None or sequences == list(range(self.state.shape.sequences)):
-            return
-        state = self.state.select(sequences, self.cache.tables)
-        valid = None if self._valid is None else self._valid[sequences]
-        self.state, self._valid = state, valid
-
     def _new_validity(self, mask: Tensor | None, new: int) -> Tensor | None:
         """bool `[B, T]` on the CPU for the new tokens, None if all are valid."""
         if mask is None:
@@ -370,3 +320,42 @@ class RetrievalLayer(CacheLayerMixin):
             fresh = torch.ones(b, new, dtype=torch.bool, device="cpu") if valid is None else valid
             self._valid = torch.cat([past, fresh], 1)
         self._logical += new
+
+
+_PIECE_TOKENS = 4096
+"""Tokens that settle at a time: bounds the device memory for copies."""
+
+
+def rezoned(
+    state: LayerState, method: Method, *, expect_tokens: int = 0, observe_queries: int = 0,
+    shape: LayerShape | None = None, tables: list[BlockTable] | None = None, rows_on_device: bool | None = None,
+) -> LayerState:  # fmt: skip
+    """The same sequences under a method with other zones, with counters at zero. `state` is not changed.
+
+    expect_tokens: final length per sequence, to size memory exactly. observe_queries: see `LayerState`.
+    shape: the same with statistics. tables: new block tables, which the layers of a cache share. rows_on_device: see
+    `LayerState`.
+    """
+    mend(state)
+    shape = shape or state.shape
+    other = LayerState(state.layer, shape, method, state.counters.timed, observe_queries, tables, rows_on_device)
+    other.scaling = state.scaling
+    other.flagged_as(state)
+    if state.log is not None and other.log is not None:
+        other.log.take_over(state.log)
+    zones = other.store.sizes
+    for b in range(shape.sequences):
+        total = max(expect_tokens, state.store.zones(b).total)
+        retrieved = max(0, total - zones.sink_tokens - zones.local_tokens)
+        other.store.host[b].reserve(retrieved)
+        if other.index is not None:
+            other.index.reserve(retrieved)
+        for block in state.store.stored(b):
+            for rows in bring(block, shape.device).split(_PIECE_TOKENS, 1):
+                if rows.shape[1]:
+                    other.absorb(b, other.store.append_chunk(b, rows[:, :, 0], rows[:, :, 1]))
+        if other.log is not None and (seen := other.log.seen(b)) is not None:
+            other.watch(b, seen)
+        other.prompt_from[b] = 0
+    other.counters = other.counters.fresh()
+    return other

@@ -1,7 +1,7 @@
 """The owner of a cache: one thread at a time works on it, and one request at a time.
 
-1. A `Claim` is a call that works on a cache: a forward pass, or another public operation. It lives as long as its call, whose
-frame is on its thread's stack. So a cache is free again after any exception, and after the end of a thread.
+1. A `Claim` is a call that works on a cache: a forward pass, or another public operation. The call ends it in `finally`, by one
+assignment, so that a cache is free again after any exception, also one that comes during the `finally`.
 2. Claims run one after another, in order. A call that changes the cache does not wait for a forward pass of another thread, but
 raises CacheInUseError before it changes anything. A call that only reads (`fork`, `stats`) waits until the pass has ended.
 3. A request is several forward passes: `model.generate`, `engine.prefill`, a request of an engine. Until it ends, other threads
@@ -10,13 +10,11 @@ may read the cache between its passes, but not change it.
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from types import FrameType
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from kvrecall.core.errors import CacheInUseError
@@ -49,29 +47,20 @@ class Request(Protocol):
 class Claim:
     """One call that works on a cache, in the thread that makes the claim."""
 
-    def __init__(self, name: str, frame: FrameType, *, reads: bool = False, is_pass: bool = False) -> None:
-        """frame: of the call. reads: it does not change the cache. is_pass: it is a forward pass."""
+    def __init__(self, name: str, *, reads: bool = False, is_pass: bool = False) -> None:
+        """reads: it does not change the cache. is_pass: it is a forward pass."""
         self.name, self.reads, self.is_pass = name, reads, is_pass
+        self.ended = False
+        """Set by its call, once the call is over."""
         self._thread = threading.get_ident()
-        self._frame: FrameType | None = frame
 
     def here(self) -> bool:
         """Whether this thread made it."""
         return self._thread == threading.get_ident()
 
     def alive(self) -> bool:
-        """Whether its call still runs. Exceptions that are no `Exception`, such as KeyboardInterrupt, end a forward pass
-        without running the hooks."""
-        frame = sys._getframe(1) if self.here() else sys._current_frames().get(self._thread)
-        while frame is not None and self._frame is not None:
-            if frame is self._frame:
-                return True
-            frame = frame.f_back
-        return False
-
-    def end(self) -> None:
-        """Ends it before its call."""
-        self._frame = None
+        """Whether its call still runs."""
+        return not self.ended
 
 
 class Owner:
@@ -94,23 +83,13 @@ class Owner:
     def _granted(self, claim: Claim) -> bool:
         with _lock:
             self._claims = [each for each in self._claims if each.alive()]
-            try:
-                if not claim.reads:
-                    self._check(claim.name)
-            except CacheInUseError:
-                self.end(claim)
-                raise
+            if not claim.reads:
+                self._check(claim.name)
             if claim not in self._claims:
                 if any(each.here() for each in self._claims):
                     return True
                 self._claims.append(claim)
             return self._claims[0] is claim
-
-    def end(self, claim: Claim) -> None:
-        """Ends a claim. May be called again."""
-        with _lock:
-            claim.end()
-            self._claims = [each for each in self._claims if each is not claim]
 
     def hold(self, request: Request) -> bool:
         """Begins a request; False inside another request of this thread. Raises CacheInUseError as `begin`."""
@@ -166,13 +145,13 @@ def operation(
     ) -> Callable[Concatenate[_C, _P], _R]:
         @wraps(work)
         def claimed(cache: _C, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-            claim = Claim(name, sys._getframe(), reads=reads)
-            cache.owner.begin(claim)
+            claim = Claim(name, reads=reads)
             try:
+                cache.owner.begin(claim)
                 cache.prepare_for(name, inside, captured, recovers)
                 return work(cache, *args, **kwargs)
             finally:
-                cache.owner.end(claim)
+                claim.ended = True
 
         return claimed
 
@@ -182,23 +161,21 @@ def operation(
 @contextmanager
 def request(cache: OwnedCache, name: str) -> Iterator[None]:
     """Inside, the caller's function makes a request over the cache. Raises CacheInUseError."""
-    own = Claim(name, sys._getframe(2))  # behind contextlib's frame
-    cache.owner.hold(own)
+    own = Claim(name)
     try:
+        cache.owner.hold(own)
         yield
     finally:
-        cache.owner.release(own)
-        own.end()
+        own.ended = True
 
 
 @contextmanager
 def step(caches: Sequence[OwnedCache]) -> Iterator[None]:
     """Inside, the caller's function works on caches whose requests it answers: readers wait until it is done."""
-    own = Claim("step", sys._getframe(2), reads=True)  # never refused
+    own = Claim("step", reads=True)  # never refused
     try:
         for cache in caches:
             cache.owner.begin(own)
         yield
     finally:
-        for cache in caches:
-            cache.owner.end(own)
+        own.ended = True

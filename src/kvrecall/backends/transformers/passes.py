@@ -1,26 +1,24 @@
 """One forward pass of an attached model over a RetrievalCache: all retrieval layers attend once, or nothing is kept.
 
-A pass belongs to one cache, one thread and one call. Layers store only inside a pass. A pass is accepted if every retrieval
+A pass belongs to one thread and one call of the model. Layers store only inside a pass. A pass is accepted if every retrieval
 layer's attention ran exactly once; otherwise the cache is restored. One call may also carry the rows of several caches
-(`joint`): then it is one `OpenCall` with a pass for each.
+(`joint`): then the pass has a part for each.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvrecall.backends.base import MOST_QUERIES
 from kvrecall.backends.interrupt import deferred_interrupt
 from kvrecall.backends.transformers.cache_state import CacheState
-from kvrecall.backends.transformers.owner import Claim, OwnedCache
+from kvrecall.backends.transformers.owner import Claim
 from kvrecall.core.errors import ParameterError, ShapeError, UnsupportedModelError
 
 _local = threading.local()
@@ -28,10 +26,10 @@ _LEAST_AGAIN = 16
 """Texts with this many equal first tokens are taken for the same text."""
 
 
-def current() -> OpenCall | None:
-    """This thread's current call that retrieves, or None."""
-    running: OpenCall | None = getattr(_local, "running", None)
-    return running if running is not None and running.open and running.alive() else None
+def current() -> ForwardPass | None:
+    """This thread's current pass, or None."""
+    running: ForwardPass | None = getattr(_local, "running", None)
+    return running if running is not None and running.parts and running.alive() else None
 
 
 @dataclass(frozen=True)
@@ -47,120 +45,43 @@ class Inputs:
     positions: Any = None
 
 
-class PassCache(Protocol):
-    """What a pass is over: a cache, or several as one."""
+class CachePass:
+    """A cache's part of a forward pass."""
 
-    running: Any
-    """The current pass; None without one."""
-    runs_states: bool
-    """Whether layers keep a running state."""
+    whole: ForwardPass
 
-    def align(self) -> None:
-        """Ends an interrupted pass."""
-        ...
-
-
-class CalledCache(PassCache, Protocol):
-    """What a model is called with."""
-
-    @property
-    def members(self) -> Sequence[OwnedCache]:
-        """The caches that it stands for."""
-        ...
-
-    def open_pass(self, inputs: Inputs, claim: Claim) -> OpenCall:
-        """Begins a pass. If it raises, nothing is changed."""
-        ...
-
-
-class OpenCall:
-    """A call of a model whose attention retrieves, from its first hook to its last."""
-
-    def __init__(self, cache: PassCache, claim: Claim) -> None:
-        self.cache, self.claim = cache, claim
-        self.own_causal_mask: Callable[[], Any] | None = None
-        """Makes the causal mask for the model's own attention function."""
-        self._undo = ExitStack()
-        self._outer: OpenCall | None = None
-        self._calls: list[nn.Module] = []
-
-    def begin(self, switch: AbstractContextManager[None]) -> None:
-        """Lets layers of the cache store, and makes the model call our attention function."""
-        self._undo.enter_context(switch)
-        self._outer = getattr(_local, "running", None)
-        self.cache.running = _local.running = self  # type: ignore[assignment]
-
-    def add(self, module: nn.Module) -> None:
-        """Records that a call of `module` has begun inside this one."""
-        self._calls.append(module)
-
-    def remove(self, module: nn.Module) -> bool:
-        """Records that a call of `module` has ended, with all calls inside it. True if this call began with it."""
-        begun = [number for number, called in enumerate(self._calls) if called is module]
-        if begun:
-            del self._calls[begun[-1] :]
-        return bool(begun) and not self._calls
-
-    @property
-    def open(self) -> bool:
-        """Whether it has neither been accepted nor undone."""
-        return self.cache.running is self
-
-    def alive(self) -> bool:
-        """Whether the call that began it still runs."""
-        return self.claim.alive()
-
-    def missing(self) -> list[int]:
-        """Retrieval layers that have not attended."""
-        raise NotImplementedError
-
-    def finish(self, failed: bool) -> None:
-        """Accepts the call, or undoes it if it failed."""
-        raise NotImplementedError
-
-    def abandon(self, torn: bool = False) -> bool:
-        """Ends a dead call, whose last hook did not run; returns whether it was undone. torn: a layer has stored half of it.
-
-        It is accepted if all layers have stored it. Layers with a running state do not show whether they have."""
-        failed = torn or bool(self.missing()) or self.cache.runs_states
-        self.finish(failed)
-        return failed
-
-    def _close(self) -> None:
-        """Makes the model call its own attention function again, and ends storing."""
-        self._undo.close()
-        self._calls = []
-        self.cache.running = None
-        if getattr(_local, "running", None) is self:  # another thread may end a dead call
-            _local.running = self._outer
-
-
-class ForwardPass(OpenCall):
-    """State of one pass over one cache."""
-
-    def __init__(self, cache: CacheState, inputs: Inputs, claim: Claim) -> None:
-        super().__init__(cache, claim)
-        self.cache: CacheState = cache
-        self.inputs = inputs
+    def __init__(self, cache: CacheState, inputs: Inputs) -> None:
+        self.cache, self.inputs = cache, inputs
         self.before = cache.get_seq_length()
         self.attended: set[int] = set()
         """Numbers of the retrieval layers that have attended."""
+
+    def alive(self) -> bool:
+        """Whether the call of the model still runs."""
+        return self.whole.alive()
+
+    def here(self) -> bool:
+        """Whether this thread makes the call."""
+        return self.whole.here()
+
+    def abandon(self, torn: bool = False) -> bool:
+        """See `ForwardPass.abandon`."""
+        return self.whole.abandon(torn)
+
+    def enter(self, running: CachePass | None) -> None:
+        """Makes it the pass of its cache and of its layers; None: ends that."""
+        self.cache.running = running
+        for layer in self.cache.retrieval_layers:
+            layer.running = running
 
     def missing(self) -> list[int]:
         """Retrieval layers that have not attended."""
         return [layer.number for layer in self.cache.retrieval_layers if layer.number not in self.attended]
 
-    def finish(self, failed: bool) -> None:
-        """Accepts the pass, or undoes it. Raises UnsupportedModelError if the model skipped a layer without an error."""
-        try:
-            self._finish(failed)
-        finally:
-            self.cache.owner.end(self.claim)
-
-    def _finish(self, failed: bool) -> None:
+    def end(self, failed: bool) -> None:
+        """Accepts the new tokens, or removes them. Raises UnsupportedModelError if the model skipped a layer without an
+        error."""
         missing = self.missing()
-        with deferred_interrupt():
-            self._close()
         if not failed and not missing:
             stored = self.cache.get_seq_length() - self.before
             prompt = self.cache.prefilling or not self.before or stored > MOST_QUERIES
@@ -175,51 +96,73 @@ class ForwardPass(OpenCall):
             )
 
 
-def claim(cache: CalledCache, module: nn.Module) -> Claim | None:
-    """Claims the cache, or every member of a JointCache, for a call of `module`; None inside the open pass of this thread.
+class ForwardPass:
+    """A call of a model whose attention retrieves, over one cache or several."""
 
-    Raises CacheInUseError and ForkedProcessError."""
-    running = cache.running
-    if running is not None and running.claim.here() and running.alive():
-        running.add(module)
-        return None
-    made = Claim("cache", call_frame(), is_pass=True)
-    try:
-        for own in cache.members:
-            own.owner.begin(made)
-    except BaseException:
-        release(cache, made)
-        raise
-    return made
+    def __init__(self, claim: Claim, parts: Sequence[CachePass], failed: dict[int, Exception] | None = None) -> None:
+        """failed: of several caches, by the number of the part: errors that concern only this part, which leaves the pass."""
+        self.claim, self.failed = claim, failed
+        self.parts = list(parts)
+        """Empty once the pass has been accepted or undone."""
+        for part in parts:
+            part.whole = self
+        self.own_causal_mask: Callable[[], Any] | None = None
+        """Makes the causal mask for the model's own attention function."""
+        self._undo = ExitStack()
+        self._outer: ForwardPass | None = None
 
+    def begin(self, switch: AbstractContextManager[None]) -> None:
+        """Lets layers of the caches store. switch: a context in which the model calls our attention function."""
+        self._undo.enter_context(switch)
+        self._outer, _local.running = getattr(_local, "running", None), self
+        for part in self.parts:
+            part.enter(part)
 
-def release(cache: CalledCache, claimed: Claim) -> None:
-    """Ends a claim whose pass has not begun."""
-    for own in cache.members:
-        own.owner.end(claimed)
+    def alive(self) -> bool:
+        """Whether the call that began it still runs."""
+        return self.claim.alive()
 
+    def here(self) -> bool:
+        """Whether this thread makes the call."""
+        return self.claim.here()
 
-def enter(
-    cache: CalledCache, module: nn.Module, inputs: Inputs, claimed: Claim,
-    switch: Callable[[], AbstractContextManager[None]],
-) -> OpenCall:  # fmt: skip
-    """Opens a pass for a call of `module` with a cache that it has claimed.
+    def finish(self, failed: bool) -> None:
+        """Accepts the pass for parts that did not fail, and undoes it for the others; if the call failed, for all.
 
-    switch: a context in which the model calls our attention function. Raises ShapeError and ParameterError for inputs that do
-    not match the cache's tokens; nothing is changed then.
-    """
-    running = cache.open_pass(inputs, claimed)
-    running.add(module)
-    with deferred_interrupt():
-        running.begin(switch())
-    return running
+        Raises UnsupportedModelError if the model skipped a layer without an error.
+        """
+        raised: Exception | None = None
+        with deferred_interrupt():
+            self.restore()
+            parts, self.parts = self.parts, []
+            for part in parts:
+                part.enter(None)
+            for number, part in enumerate(parts):
+                try:
+                    part.end(failed or (self.failed is not None and number in self.failed))
+                except Exception as error:
+                    if self.failed is None or isinstance(error, UnsupportedModelError):
+                        raised = error
+                    else:  # out of memory while undoing; the cache repairs itself at its next use
+                        self.failed.setdefault(number, error)
+        if raised is not None:
+            raise raised
 
+    def abandon(self, torn: bool = False) -> bool:
+        """Ends the pass of a call that is over, after an exception such as KeyboardInterrupt; returns whether it was undone.
+        torn: a layer has stored half of it.
 
-def leave(cache: CalledCache, module: nn.Module, failed: bool) -> None:
-    """Ends a call of `module` with `cache`."""
-    running = cache.running
-    if running is not None and running.claim.here() and running.remove(module):
-        running.finish(failed)
+        It is accepted if all layers have stored it. Layers with a running state do not show whether they have, and of several
+        caches some may have."""
+        failed = torn or self.failed is not None or any(part.missing() or part.cache.runs_states for part in self.parts)
+        self.finish(failed)
+        return failed
+
+    def restore(self) -> None:
+        """Makes the model call its own attention function again. May be called again."""
+        self._undo.close()
+        if getattr(_local, "running", None) is self:  # another thread may end it
+            _local.running = self._outer
 
 
 def check_inputs(cache: CacheState, inputs: Inputs) -> None:
@@ -296,11 +239,3 @@ def _check_goes_on(cache: CacheState, inputs: Inputs, held: int) -> None:
         expected = f"positions that go on behind the {held:,} tokens that the cache holds"
         remedy = "Pass what is new with its positions; for another prompt use a new cache, or call reset()."
         raise ShapeError("position_ids", expected, "a position 0", remedy)
-
-
-def call_frame() -> FrameType:
-    """The frame of the `Module.__call__` that runs the hook; it lives as long as the call."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not nn.Module._call_impl.__code__:
-        frame = frame.f_back
-    return frame or sys._getframe(1)

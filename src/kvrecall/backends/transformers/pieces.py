@@ -4,12 +4,13 @@
    pieces get the factors of the whole length. `RetrievalCache.long_factors` keeps which of longrope's factors a cache has.
 2. Jamba's Mamba layers begin anew in a call of several tokens; behind the first call they get them one by one.
 
-Everything is a hook of `attach`, applies to calls with a RetrievalCache only, and is removed with the other hooks.
+Both are wrapped by `attach` and change calls with a RetrievalCache only.
 """
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,47 +19,45 @@ from transformers import PreTrainedModel
 
 from kvrecall.backends.transformers import passes
 from kvrecall.backends.transformers.families import CHANGING_ROTARY
-from kvrecall.backends.transformers.passes import ForwardPass
+from kvrecall.backends.transformers.passes import CachePass
 from kvrecall.core.errors import ParameterError
 
 _BEGIN_ANEW = ("JambaMambaMixer",)
 """Classes of layers that ignore their running state in a call of several tokens."""
 
 
-def hooks_for_pieces(model: PreTrainedModel) -> list[Any]:
-    """Puts the hooks on a model; each has `remove()`."""
-    made: list[Any] = []
+def wrapped_parts(model: PreTrainedModel) -> list[tuple[nn.Module, Callable[..., Any]]]:
+    """The modules of a model whose calls are wrapped, and what to call around them, with the module's own call and its
+    arguments."""
+    found: list[tuple[nn.Module, Callable[..., Any]]] = []
     for module in model.modules():
         if type(module).__name__ in _BEGIN_ANEW:
-            made.append(module.register_forward_hook(_one_by_one, with_kwargs=True))
+            found.append((module, partial(_one_by_one, module)))
         if _kinds(module):
-            rotary = _WholeLength()
-            made.append(module.register_forward_pre_hook(rotary.before, with_kwargs=True))
-            made.append(module.register_forward_hook(rotary.after))
-    return made
+            found.append((module, partial(_for_whole_length, module)))
+    return found
 
 
-def _pass_of_one_cache() -> ForwardPass | None:
+def _pass_of_one_cache() -> CachePass | None:
     """This thread's current pass over a RetrievalCache."""
     running = passes.current()
-    return running if isinstance(running, ForwardPass) else None
+    return None if running is None or running.failed is not None else running.parts[0]
 
 
-def _one_by_one(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
-    """The output `[B, T, hidden]` of a layer that was given its T tokens one after the other."""
+def _one_by_one(module: Any, own: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Gives a layer its T tokens one after the other; the output is `[B, T, hidden]`."""
     running = _pass_of_one_cache()
     hidden: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     if running is None or hidden.shape[1] == 1 or not running.before:
-        return None
+        return own(*args, **kwargs)
     layer: Any = running.cache.layers[module.layer_idx]
-    running.cache.restore_layer(layer)
     mask: Tensor | None = kwargs.get("attention_mask")
     outputs = []
     for i in range(hidden.shape[1]):
         states = [state for held in (layer.conv_states, layer.recurrent_states) for state in held.values() if state is not None]
         before = [state.clone() for state in states]
         given = {**kwargs, "hidden_states": hidden[:, i : i + 1], "attention_mask": None}
-        outputs.append(module(*args[1:], **given))
+        outputs.append(own(*args[1:], **given))
         if mask is not None:  # padding leaves no trace
             padded = mask[:, i] == 0
             for state, old in zip(states, before, strict=True):
@@ -73,39 +72,22 @@ def _kinds(module: nn.Module) -> set[str]:
     return {kind for kind in found if kind in CHANGING_ROTARY}
 
 
-class _WholeLength:
-    """Hooks of one rotary embedding: the last position of the whole text is appended to a call's positions, and its cos and
-    sin are taken off."""
-
-    def __init__(self) -> None:
-        self._added = threading.local()
-
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Appends the position."""
-        self._added.here = False
-        running = _pass_of_one_cache()
-        values = [*args, *kwargs.values()]
-        positions = next((x for x in values if isinstance(x, Tensor) and not x.is_floating_point()), None)
-        if running is None or positions is None:
-            return None
-        last = _last_position(module, values, running, int(positions.max()))
-        if last is None:
-            return None
-        self._added.here = True
-        longer = torch.cat([positions, positions.new_full((*positions.shape[:-1], 1), last)], -1)
-        return tuple(longer if x is positions else x for x in args), {
-            name: longer if x is positions else x for name, x in kwargs.items()
-        }
-
-    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Takes its cos and sin off."""
-        if not getattr(self._added, "here", False):
-            return None
-        self._added.here = False
-        return type(output)(x[..., :-1, :] for x in output)
+def _for_whole_length(module: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Appends the last position of the whole text to a call's positions, and takes its cos and sin off."""
+    running, values = _pass_of_one_cache(), [*args, *kwargs.values()]
+    positions = next((x for x in values if isinstance(x, Tensor) and not x.is_floating_point()), None)
+    if running is None or positions is None:
+        return own(*args, **kwargs)
+    last = _last_position(module, values, running, int(positions.max()))
+    if last is None:
+        return own(*args, **kwargs)
+    longer = torch.cat([positions, positions.new_full((*positions.shape[:-1], 1), last)], -1)
+    args = tuple(longer if x is positions else x for x in args)
+    output = own(*args, **{name: longer if x is positions else x for name, x in kwargs.items()})
+    return type(output)(x[..., :-1, :] for x in output)
 
 
-def _last_position(module: Any, values: list[Any], running: ForwardPass, last: int) -> int | None:
+def _last_position(module: Any, values: list[Any], running: CachePass, last: int) -> int | None:
     """The position that decides about the factors of a call, whose own last position is `last`; None: nothing to do."""
     kinds: Any = module.rope_type
     kind = kinds if isinstance(kinds, str) else next((kinds[x] for x in values if isinstance(x, str) and x in kinds), None)

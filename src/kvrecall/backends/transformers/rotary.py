@@ -148,21 +148,18 @@ class _Probe:
         most = max(1, min(FAR, context_limit(model.config) or FAR) - 4)
         self._positions = torch.randint(1, FAR, (TOKENS,), generator=draw, device="cpu") % most + 1
         table: Any = self._decoder.get_input_embeddings()
-        offloaded = table.weight.device.type == "meta"  # accelerate moves weights and arguments to the device
-        self._device, vocabulary = torch.device("cpu") if offloaded else table.weight.device, table.weight.shape[0]
+        vocabulary = table.weight.shape[0]
         self._ids = torch.randint(vocabulary // 8, vocabulary, (TOKENS,), generator=draw, device="cpu")
         self._takes_positions = "position_ids" in inspect.signature(type(self._decoder).forward).parameters
 
     def run(self) -> None:
         """Makes the call. Raises what the model raises."""
-        cache, device = _Recorder(self._model.config), self._device
-        given: dict[str, Any] = {"input_ids": self._ids.repeat(2)[:, None].to(device)}
+        cache, given = _Recorder(self._model.config), dict[str, Tensor]()
         if self._takes_positions:
             positions = torch.cat([torch.zeros_like(self._positions), self._positions])
-            given["position_ids"] = positions[:, None].to(device)
-        autocast = torch.autocast(device.type, enabled=False)
-        with torch.no_grad(), autocast, evaluating(self._decoder), same_random_numbers(device), self._hooked():
-            self._decoder(**given, **cache_argument(cache), use_cache=True)
+            given["position_ids"] = positions[:, None]
+        with self._hooked():
+            call_decoder(self._decoder, cache, input_ids=self._ids.repeat(2)[:, None], **given)
         for number, (k, v) in cache.seen.items():
             if k.ndim == v.ndim == 4 and k.shape[0] == 2 * TOKENS and k.shape[2] == 1:
                 keys, values = (_pairs(local(x)) for x in (k, v))
@@ -279,21 +276,18 @@ def local(x: Tensor) -> Tensor:
     return x if local is None else local()
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, all modules are in evaluation mode."""
-    training = [module for module in model.modules() if module.training]
+@torch.no_grad()
+def call_decoder(decoder: PreTrainedModel, cache: DynamicCache, **given: Tensor) -> None:
+    """Calls a text decoder with a cache and tensors on the CPU, in evaluation mode and without autocast. Restores its mode and
+    the state of the random generators."""
+    table: Any = decoder.get_input_embeddings()
+    device = torch.device("cpu") if table.weight.is_meta else table.weight.device  # accelerate moves arguments itself
+    training = [module for module in decoder.modules() if module.training]
     try:
         for module in training:
             module.training = False
-        yield
+        with torch.autocast(device.type, enabled=False), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            decoder(**{name: x.to(device) for name, x in given.items()}, **cache_argument(cache), use_cache=True)
     finally:
         for module in training:
             module.training = True
-
-
-@contextmanager
-def same_random_numbers(device: torch.device) -> Iterator[None]:
-    """Restores the state of the random generators on exit."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        yield

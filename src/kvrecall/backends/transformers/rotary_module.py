@@ -178,7 +178,7 @@ def _copy_of(module: nn.Module, device: torch.device | None = None) -> nn.Module
         made.__dict__["_buffers"] = {
             name: None if x is None else x.to(device, copy=True) for name, x in module._buffers.items()
         }
-        for name in ("forward", "_old_forward", "_hf_hook"):  # accelerate's, bound to the original module
+        for name in ("forward", "_old_forward", "_hf_hook", "_call_impl"):  # bound to the original module
             made.__dict__.pop(name, None)
         for name, value in list(vars(made).items()):
             if isinstance(value, Tensor | dict) and not name.startswith("_"):

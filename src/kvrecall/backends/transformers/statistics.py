@@ -25,12 +25,14 @@ from torch import Tensor
 from transformers import AutoTokenizer, DynamicCache, PretrainedConfig, PreTrainedModel
 
 from kvrecall.backends.transformers import statistics_file
-from kvrecall.backends.transformers.attention import OBSERVER_TAG, retrieval_attention, retrieval_mask
-from kvrecall.backends.transformers.cache_name import cache_argument
+from kvrecall.backends.transformers.attention import (
+    OBSERVER_TAG,
+    decoder_configs,
+    switched,
+)
 from kvrecall.backends.transformers.fingerprint import Fingerprint, computation_of
-from kvrecall.backends.transformers.rotary import Rotaries, evaluating, local, rotaries_of, same_random_numbers, text_decoder
+from kvrecall.backends.transformers.rotary import Rotaries, call_decoder, local, rotaries_of, text_decoder
 from kvrecall.backends.transformers.statistics_file import ModelStatistics, StatisticsFile
-from kvrecall.backends.transformers.switch import decoder_configs, switched
 from kvrecall.core.errors import OutputFileError, StatisticsError
 from kvrecall.index.statistics import LEAST_DIFFERENT, KeyStatistics, flaw
 
@@ -131,26 +133,17 @@ def _several_processes() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-@torch.no_grad()
 def observed(model: PreTrainedModel, ids: tuple[int, ...], rotaries: Rotaries) -> dict[int, KeyStatistics]:
     """Statistics of keys and queries of these tokens under the model's own attention, by layer. The model is unchanged."""
-    decoder, found = text_decoder(model), {}
+    found: dict[int, KeyStatistics] = {}
 
     def observe(number: int, queries: Tensor, keys: Tensor) -> None:
         if number in rotaries.layers:
             found[number] = KeyStatistics.of(local(keys)[0], local(queries)[0], rotaries.layers[number].rotary)
 
-    table: Any = decoder.get_input_embeddings()
-    device = torch.device("cpu") if table.weight.is_meta else table.weight.device  # accelerate moves arguments itself
-    given = {
-        "input_ids": torch.tensor([ids], device=device, dtype=torch.int64),
-        **cache_argument(_ObservedCache(model.config, observe)),
-    }
-    with (
-        torch.autocast(device.type, enabled=False), evaluating(decoder), same_random_numbers(device),
-        switched(decoder_configs(model), retrieval_attention, retrieval_mask),
-    ):  # fmt: skip
-        decoder(**given, use_cache=True)
+    with switched(decoder_configs(model)):
+        tokens = torch.tensor([ids], dtype=torch.int64, device="cpu")
+        call_decoder(text_decoder(model), _ObservedCache(model.config, observe), input_ids=tokens)
     if missing := sorted(rotaries.layers.keys() - found.keys()):
         got = f"none in layers {', '.join(map(str, missing))}"
         raise StatisticsError(model.config.model_type, "attention through transformers' interface", got, "Use another model.")

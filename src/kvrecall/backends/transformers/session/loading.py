@@ -19,8 +19,7 @@ from kvrecall.backends.transformers.families import Heads, check_config, transfo
 from kvrecall.backends.transformers.fingerprint import Fingerprint
 from kvrecall.backends.transformers.layer import RetrievalLayer
 from kvrecall.backends.transformers.session import parts
-from kvrecall.backends.transformers.session.match import check_model, method_of
-from kvrecall.backends.transformers.session.state import SavedState, WrittenBlock, WrittenMemory
+from kvrecall.backends.transformers.session.state import SavedState, WrittenBlock, WrittenMemory, check_model, method_of
 from kvrecall.cache.block_rows import BlockRows
 from kvrecall.cache.blocks import BlockPool, BlockTable
 from kvrecall.cache.host_memory import available_host_bytes
@@ -145,7 +144,7 @@ class _Load:
             len(self._session.tables), heads.query, heads.kv, heads.dim, self._dtype, self._device, known,
             small_rows=cache.small_rows,
         )  # fmt: skip
-        near = layer._rows_on_device(shape, cache.method, self._session.tokens)
+        near = layer.rows_on_device(cache, shape, self._session.tokens)
         state = LayerState(number, shape, cache.method, cache.profile, cache.observe_queries, tables, near)
         archive_layer(state, reader)
         self._check_lengths(state)

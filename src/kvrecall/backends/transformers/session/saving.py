@@ -26,9 +26,16 @@ from kvrecall.backends.transformers.fingerprint import (
 )
 from kvrecall.backends.transformers.owner import operation
 from kvrecall.backends.transformers.session import parts
-from kvrecall.backends.transformers.session.info import SessionInfo, info_of
-from kvrecall.backends.transformers.session.match import check_heads, check_readable, registered_name
-from kvrecall.backends.transformers.session.state import SavedState, WrittenBlock, WrittenMemory
+from kvrecall.backends.transformers.session.state import (
+    SavedState,
+    SessionInfo,
+    WrittenBlock,
+    WrittenMemory,
+    check_heads,
+    check_readable,
+    info_of,
+    registered_name,
+)
 from kvrecall.cache.session_files import NewFile, block_bytes, block_nbytes, form_of, write
 from kvrecall.cache.session_folder import (
     DATA,
