@@ -77,8 +77,7 @@ def evaluate(
     if tasks == "list":
         return _list(as_json)
 
-    from kvrecall.evaluate.conditions import conditions
-    from kvrecall.evaluate.plan import Plan, configuration
+    from kvrecall.evaluate.plan import Plan, conditions, configuration
     from kvrecall.evaluate.runs import RunFolder, Shard, read_records
     from kvrecall.methods.spec import listed
 
@@ -230,7 +229,7 @@ def _log(log: ProgressLog, missing: Counter[Cell]) -> dict[str, Any]:
 
 def _list(as_json: bool) -> Result:
     from kvrecall.evaluate.problems import DRIFT, FORMATS
-    from kvrecall.evaluate.tasks.registry import KNOWN
+    from kvrecall.evaluate.tasks import KNOWN
 
     found = [
         (f"{name}:N" if k.meaning else name, f"{k.summary}" + (f" (N {k.meaning}: {k.argument})" if k.meaning else ""))

@@ -90,7 +90,7 @@ def _vllm(
     block_size: int | None, host_memory: str | None, device_memory: str | None, num_speculative_tokens: int, as_json: bool,
 ) -> Result:  # fmt: skip
     """The plan for vLLM's workers."""
-    from kvrecall.engine.plan_vllm import plan_vllm
+    from kvrecall.engine.memory import plan_vllm
     from kvrecall.models import as_dtype, load_config
     from kvrecall.step.memory import bytes_of
     from kvrecall.step.settings import BLOCK_TOKENS

@@ -199,7 +199,7 @@ def _room(model: str, settings: Any, flags: dict[str, Any], given: list[str]) ->
 
     from kvrecall.backends.transformers.families import context_limit
     from kvrecall.backends.vllm.command import number_given
-    from kvrecall.engine.plan_vllm import host_sequences
+    from kvrecall.engine.memory import host_sequences
     from kvrecall.models import load_config
     from kvrecall.step.settings import BLOCK_TOKENS
 

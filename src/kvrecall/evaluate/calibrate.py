@@ -15,11 +15,10 @@ from torch import Tensor
 
 from kvrecall.backends.transformers import RetrievalCache
 from kvrecall.core.errors import ParameterError
-from kvrecall.engine.generate import GenerateResult
 from kvrecall.engine.prefill import prefill
+from kvrecall.engine.request import GenerateResult
 from kvrecall.evaluate.asking import Asker
-from kvrecall.evaluate.conditions import FULL, Condition
-from kvrecall.evaluate.plan import Plan
+from kvrecall.evaluate.plan import FULL, Condition, Plan
 from kvrecall.evaluate.suite import Suite
 from kvrecall.methods.full import Full
 from kvrecall.trigger import SemanticBoundary, mean_cosine

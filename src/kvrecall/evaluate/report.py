@@ -13,7 +13,7 @@ from typing import Any
 
 from kvrecall.core.errors import InputFileError, MissingPackageError
 from kvrecall.core.whole_files import write_text
-from kvrecall.evaluate.conditions import FULL
+from kvrecall.evaluate.plan import FULL
 from kvrecall.evaluate.runs import Record, read_config, read_records
 from kvrecall.evaluate.summary import RESAMPLES, Row, groups, heat_map, layer_recall, rounds, summarise, windows
 

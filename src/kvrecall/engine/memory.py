@@ -1,20 +1,112 @@
-"""Memory plan for vLLM with kvrecall, before anything is loaded, with the same numbers as the worker's."""
+"""Memory plans for a context, before anything is allocated."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
+from kvrecall.backends.memory import bytes_to_grow, layers_near
 from kvrecall.backends.transformers.signature import ModelSignature
-from kvrecall.core.errors import ParameterError
+from kvrecall.cache.blocks import block_size_on
+from kvrecall.cache.device_memory import SPARE_BYTES, free_device_bytes
+from kvrecall.cache.host_memory import available_host_bytes
+from kvrecall.core.errors import HostMemoryError, ParameterError
+from kvrecall.core.fp8 import check_host_rows, host_row_bytes
+from kvrecall.core.launch import cdiv
+from kvrecall.engine.asked import Asked
 from kvrecall.index.base import LayerShape
+from kvrecall.methods.base import Method
 from kvrecall.step.capacity import Capacity, ahead_of, scratch_bytes
 from kvrecall.step.settings import BLOCK_TOKENS, Settings
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes of a context under a method, and under full attention. `*_per_token` sum over layers and KV heads.
+
+    host_bytes_per_token: of rows, on host or device. device_row_bytes: rows of layers without search on the GPU, as far as they
+    fit. host_bytes: the other rows. device_bytes: everything on the device. map_bytes: the maps of the model's keys, shared by
+    all sequences (docs/design/statistics.md). session_bytes: of a saved session on disk: whole blocks of rows, window, and
+    summaries.
+    """
+
+    method: str
+    context_tokens: int
+    batch: int
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    host_bytes_per_token: int
+    summary_bytes_per_token: float
+    host_bytes: int
+    summary_bytes: int
+    map_bytes: int
+    resident_bytes: int
+    device_row_bytes: int
+    device_bytes: int
+    full_attention_device_bytes: int
+    session_bytes: int
+    available_host_bytes: int
+    available_device_bytes: int | None
+    fits_host: bool
+    fits_device: bool | None
+    full_attention_fits_device: bool | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As a JSON-able dictionary."""
+        return asdict(self)
+
+
+def plan(
+    config: PretrainedConfig, *, context_tokens: int, method: Method, batch: int = 1, dtype: torch.dtype = torch.bfloat16,
+    host_rows: Literal["plain", "fp8"] = "plain",
+) -> Plan:  # fmt: skip
+    """Device and host bytes of a cache of `batch` sequences of `context_tokens` tokens; model weights are not included.
+    host_rows: as in `RetrievalCache`."""
+    check_host_rows(host_rows)
+    for name, value in (("context_tokens", context_tokens), ("batch", batch)):
+        if value < 1:
+            raise ParameterError(name, "an integer >= 1", value, "It is a count.")
+    model = ModelSignature.of(config)
+    ours = [number for number, layer in enumerate(DynamicCache(config=config).layers) if type(layer) is DynamicLayer]
+    layers = len(ours)
+    row = 2 * model.head_dim * dtype.itemsize * model.kv_heads * layers
+    sizes = method.zone_sizes()
+    retrieved = max(0, context_tokens - sizes.sink_tokens - sizes.local_tokens)
+    searched = list(filter(method.searches, ours))
+    resident = row * sizes.resident_capacity * batch
+    device_free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
+    where = torch.device("cpu" if device_free is None else "cuda")  # decides the block size
+    shape = LayerShape(1, model.query_heads, model.kv_heads, model.head_dim, dtype, where)
+    summary = sum(method.at(number).summary_bytes(shape, retrieved) for number in searched)
+    summaries, maps = summary * batch, method.shared_bytes(shape, len(searched), retrieved)
+    rows, full = row * retrieved * batch, row * context_tokens * batch
+    near_layers = 0
+    if device_free is not None and layers:
+        room = device_free - SPARE_BYTES - resident - summaries - maps
+        near_layers = layers_near(rows // layers, layers - len(searched), room)
+    near_row = row // layers * near_layers if layers else 0
+    host_row = host_row_bytes(model.head_dim, dtype, host_rows == "fp8") * model.kv_heads * (layers - near_layers)
+    block = block_size_on(where)
+    session = (host_row + near_row) * cdiv(retrieved, block) * block * batch + resident + summaries
+    near, host = (each * retrieved * batch for each in (near_row, host_row))
+    device = resident + summaries + maps + near
+    host_free = available_host_bytes()
+    return Plan(
+        method.name, context_tokens, batch, layers, model.kv_heads, model.head_dim, str(dtype).removeprefix("torch."),
+        host_row + near_row, summary / max(1, retrieved), host, summaries, maps, resident, near, device, full, session,
+        host_free, device_free,
+        host <= host_free if device_free is not None else host + device <= host_free,
+        None if device_free is None else device <= device_free,
+        None if device_free is None else full <= device_free,
+    )  # fmt: skip
+
 
 UTILIZATION = 0.9
 """vLLM's default share of a GPU."""
@@ -137,3 +229,44 @@ def _parameters(config: PretrainedConfig) -> int:
     """Number of parameters, from the config."""
     with torch.device("meta"):
         return sum(each.numel() for each in AutoModelForCausalLM.from_config(config).parameters())
+
+
+def fits(asked: Asked, others: Sequence[Asked]) -> bool:
+    """Whether prompt and answer fit together with what the admitted requests still need."""
+    if host_need(asked) + sum(map(host_need, others)) > available_host_bytes():
+        return False
+    device = asked.model.device
+    if device.type != "cuda":
+        return True
+    return device_need(asked) + sum(map(device_need, others)) <= free_device_bytes(device)
+
+
+def refuse_too_large(asked: Asked, others: Sequence[Asked]) -> None:
+    """Raises HostMemoryError if the request would not fit on the host even alone."""
+    need, available = host_need(asked), available_host_bytes()
+    held = sum(_host_bytes(each, each.cache.get_seq_length()) for each in others)
+    if need > available + held:
+        raise HostMemoryError(need, available, asked.total_tokens * asked.sequences)
+
+
+def host_need(asked: Asked) -> int:
+    """Host bytes that a request still needs. With a GPU, reserved memory counts as used."""
+    held = asked.cache.get_seq_length()
+    if held and asked.model.device.type == "cuda" and asked.cache.reserved_tokens >= asked.total_tokens:
+        return 0
+    return _host_bytes(asked, max(0, asked.total_tokens - held))
+
+
+def device_need(asked: Asked) -> int:
+    """GPU bytes that a request's windows and summaries still need."""
+    states = [layer.state for layer in asked.cache.retrieval_layers if layer.state is not None]
+    if states:
+        return bytes_to_grow(states, asked.total_tokens)
+    return plan(
+        asked.model.config, context_tokens=asked.total_tokens, method=asked.cache.method, batch=asked.sequences,
+        dtype=asked.model.dtype,
+    ).device_bytes  # fmt: skip
+
+
+def _host_bytes(asked: Asked, tokens: int) -> int:
+    return asked.cache.host_bytes(tokens, asked.sequences, asked.model.dtype, asked.model.device)
