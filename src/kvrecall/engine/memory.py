@@ -1,4 +1,7 @@
-"""Memory plans for a context, before anything is allocated."""
+"""What a context needs in device and host memory, before anything is allocated, and whether a request fits beside others.
+
+The numbers for vLLM are those of its worker.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,13 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from kvrecall.backends.memory import bytes_to_grow, layers_near
+from kvrecall.backends.memory import MemoryPlan, bytes_to_grow
 from kvrecall.backends.transformers.signature import ModelSignature
 from kvrecall.cache.blocks import block_size_on
 from kvrecall.cache.device_memory import SPARE_BYTES, free_device_bytes
 from kvrecall.cache.host_memory import available_host_bytes
 from kvrecall.core.errors import HostMemoryError, ParameterError
-from kvrecall.core.fp8 import check_host_rows, host_row_bytes
+from kvrecall.core.fp8 import check_host_rows
 from kvrecall.core.launch import cdiv
 from kvrecall.engine.asked import Asked
 from kvrecall.index.base import LayerShape
@@ -70,42 +73,38 @@ def plan(
     """Device and host bytes of a cache of `batch` sequences of `context_tokens` tokens; model weights are not included.
     host_rows: as in `RetrievalCache`."""
     check_host_rows(host_rows)
-    for name, value in (("context_tokens", context_tokens), ("batch", batch)):
-        if value < 1:
-            raise ParameterError(name, "an integer >= 1", value, "It is a count.")
-    model = ModelSignature.of(config)
-    ours = [number for number, layer in enumerate(DynamicCache(config=config).layers) if type(layer) is DynamicLayer]
-    layers = len(ours)
-    row = 2 * model.head_dim * dtype.itemsize * model.kv_heads * layers
-    sizes = method.zone_sizes()
-    retrieved = max(0, context_tokens - sizes.sink_tokens - sizes.local_tokens)
-    searched = list(filter(method.searches, ours))
-    resident = row * sizes.resident_capacity * batch
+    _check_counts(context_tokens=context_tokens, batch=batch)
+    model, numbers = ModelSignature.of(config), _served_layers(config)
     device_free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
     where = torch.device("cpu" if device_free is None else "cuda")  # decides the block size
-    shape = LayerShape(1, model.query_heads, model.kv_heads, model.head_dim, dtype, where)
-    summary = sum(method.at(number).summary_bytes(shape, retrieved) for number in searched)
-    summaries, maps = summary * batch, method.shared_bytes(shape, len(searched), retrieved)
-    rows, full = row * retrieved * batch, row * context_tokens * batch
-    near_layers = 0
-    if device_free is not None and layers:
-        room = device_free - SPARE_BYTES - resident - summaries - maps
-        near_layers = layers_near(rows // layers, layers - len(searched), room)
-    near_row = row // layers * near_layers if layers else 0
-    host_row = host_row_bytes(model.head_dim, dtype, host_rows == "fp8") * model.kv_heads * (layers - near_layers)
-    block = block_size_on(where)
-    session = (host_row + near_row) * cdiv(retrieved, block) * block * batch + resident + summaries
-    near, host = (each * retrieved * batch for each in (near_row, host_row))
-    device = resident + summaries + maps + near
+    small = host_rows == "fp8"
+    shape = LayerShape(batch, model.query_heads, model.kv_heads, model.head_dim, dtype, where, small_rows=small)
+    room = None if device_free is None else device_free - SPARE_BYTES
+    need = MemoryPlan.of(method, shape, numbers, context_tokens, room)
+    per_token, zone, block = need.host_token_bytes + need.near_token_bytes, need.zone_tokens, block_size_on(where)
+    host, near = (each * zone * batch for each in (need.host_token_bytes, need.near_token_bytes))
+    full = shape.token_bytes * need.layers * context_tokens * batch
     host_free = available_host_bytes()
     return Plan(
-        method.name, context_tokens, batch, layers, model.kv_heads, model.head_dim, str(dtype).removeprefix("torch."),
-        host_row + near_row, summary / max(1, retrieved), host, summaries, maps, resident, near, device, full, session,
+        method.name, context_tokens, batch, need.layers, model.kv_heads, model.head_dim, str(dtype).removeprefix("torch."),
+        per_token, need.summary_bytes // batch / max(1, zone), host, need.summary_bytes, need.map_bytes, need.window_bytes,
+        near, need.device_bytes, full, per_token * cdiv(zone, block) * block * batch + need.growing_bytes,
         host_free, device_free,
-        host <= host_free if device_free is not None else host + device <= host_free,
-        None if device_free is None else device <= device_free,
+        host <= host_free if device_free is not None else host + need.device_bytes <= host_free,
+        None if device_free is None else need.device_bytes <= device_free,
         None if device_free is None else full <= device_free,
     )  # fmt: skip
+
+
+def _check_counts(**counts: int) -> None:
+    for name, value in counts.items():
+        if value < 1:
+            raise ParameterError(name, "an integer >= 1", value, "It is a count.")
+
+
+def _served_layers(config: PretrainedConfig) -> list[int]:
+    """Numbers of the layers whose keys and values kvrecall keeps: those with full attention."""
+    return [number for number, layer in enumerate(DynamicCache(config=config).layers) if type(layer) is DynamicLayer]
 
 
 UTILIZATION = 0.9
@@ -175,9 +174,7 @@ def plan_vllm(
         raise ParameterError("num_speculative_tokens", "an integer >= 0", drafts, "It is a count; 0 is for none.")
     if passes is None:
         passes = _PASSES_WITH_DRAFTS if drafts else _PASSES
-    for name, value in (("context_tokens", context_tokens), ("batch", batch), ("ranks", ranks)):
-        if value < 1:
-            raise ParameterError(name, "an integer >= 1", value, "It is a count.")
+    _check_counts(context_tokens=context_tokens, batch=batch, ranks=ranks)
     settings, model = Settings.of({"kvrecall": dict(given)}), ModelSignature.of(config)
     settings.check_drafts(drafts)
     if settings.residency == "device":
@@ -216,7 +213,7 @@ def host_sequences(
 
 def _shapes(config: PretrainedConfig, model: ModelSignature, ranks: int, dtype: torch.dtype) -> list[LayerShape]:
     """Of the layers that kvrecall serves, on one rank."""
-    layers = sum(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
+    layers = len(_served_layers(config))
     if not layers:
         raise ParameterError("model", "one with full-attention layers", "none", "kvrecall serves such layers.")
     if model.query_heads % ranks:
