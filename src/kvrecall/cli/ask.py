@@ -9,12 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from kvrecall.cli import options
-from kvrecall.cli.document import Choices, opened
 from kvrecall.cli.options import non_empty
-from kvrecall.cli.report import answers_table, stats_table
-from kvrecall.cli.screen import printable, to_stdout
-from kvrecall.cli.verb import Result, notes, verb
+from kvrecall.cli.screen import answers_table, details, printable, stats_table, to_stdout
+from kvrecall.cli.session import Choices, opened
+from kvrecall.cli.verb import Result, verb
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.texts import check_no_name
 
@@ -28,38 +26,21 @@ def ask(
             help="Text files, UTF-8, in order, or the folder of a saved session; then one or several questions.",
         ),
     ],
-    keep: options.Keep = False,
-    model: options.DocumentModel = None,
-    method: options.DocumentMethod = None,
-    settings: options.Settings = None,
-    dtype: options.Dtype = None,
-    device: options.Device = None,
-    max_new_tokens: options.MaxNewTokens = 128,
-    chunk_tokens: options.SuitedChunkTokens = None,
-    temperature: options.Temperature = 0.0,
-    seed: options.Seed = None,
-    keep_limit: options.KeepLimit = options.DEFAULT_KEEP_LIMIT,
-    host_rows: options.HostRows = options.Rows.PLAIN,
-    as_json: options.AsJson = False,
+    choices: Choices,
 ) -> Result:
     """Answer questions about text files, which are read once, or about a saved session, which is not read again."""
     # What is cheap to get wrong is checked before the weights are loaded.
     sources, questions = split(sources_and_questions)
-    options.check_sampling(temperature, seed)
-    choices = Choices(model, method, settings, dtype, device, chunk_tokens, keep, keep_limit, as_json, host_rows=host_rows)
-    with opened(sources, choices, lambda document: document.check(questions, max_new_tokens)) as found:
-        shown = None if as_json else InTurn(questions)
+    with opened(sources, choices, lambda document: document.check(questions, choices.max_new_tokens)) as found:
+        shown = InTurn(questions)
         answers = found.document.ask(
             questions,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            seed=seed,
-            on_text=shown and shown.write,
-            on_answer=shown and shown.end,
+            **choices.sampling(),
+            on_text=shown.write,
+            on_answer=shown.end,
         )
         told = found.told() | {"answers": [answer_told(answer) for answer in answers]}
-    if not as_json:
-        _show(told)
+    _show(told)
     return told
 
 
@@ -129,6 +110,6 @@ class InTurn:
 
 def _show(told: Result) -> None:
     if len(told["answers"]) > 1:
-        notes().print(answers_table(told))
+        details().print(answers_table(told))
     else:
-        notes().print(stats_table({**told, **told["answers"][0]}))
+        details().print(stats_table({**told, **told["answers"][0]}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,44 +11,35 @@ import typer
 
 from kvrecall.cli import options
 from kvrecall.cli.ask import answer_told
-from kvrecall.cli.document import Choices, Opened, opened
 from kvrecall.cli.kept import disk_bytes
-from kvrecall.cli.report import seconds, size
-from kvrecall.cli.screen import printable, to_stdout
-from kvrecall.cli.verb import Result, notes, verb
+from kvrecall.cli.screen import details, notes, printable, seconds, size, to_stdout
+from kvrecall.cli.session import Choices, Opened, opened
+from kvrecall.cli.verb import Result, verb
 from kvrecall.core.errors import InputFileError, KVRecallError
 
 INSTRUCTION = "Answer from the text above."
 HELP = "Ask something. /save FOLDER saves document and conversation as a session, /quit ends."
 
 
+@dataclass(frozen=True)
+class ChatChoices(Choices):
+    """Answers in a conversation may be longer."""
+
+    max_new_tokens: options.MaxNewTokens = 512
+
+
 @verb
 def chat(
     source: Annotated[Path, typer.Argument(metavar="FILE|SESSION", help="Text file, UTF-8, or the folder of a saved session.")],
-    keep: options.Keep = False,
-    model: options.DocumentModel = None,
-    method: options.DocumentMethod = None,
-    settings: options.Settings = None,
-    dtype: options.Dtype = None,
-    device: options.Device = None,
-    max_new_tokens: options.MaxNewTokens = 512,
-    chunk_tokens: options.SuitedChunkTokens = None,
-    temperature: options.Temperature = 0.0,
-    seed: options.Seed = None,
-    keep_limit: options.KeepLimit = options.DEFAULT_KEEP_LIMIT,
-    host_rows: options.HostRows = options.Rows.PLAIN,
-    as_json: options.AsJson = False,
+    choices: ChatChoices,
 ) -> Result:
     """Talk about a text file or a saved session; one question per line of standard input. /save FOLDER, /quit."""
-    options.check_sampling(temperature, seed)
-    choices = Choices(model, method, settings, dtype, device, chunk_tokens, keep, keep_limit, as_json, INSTRUCTION, host_rows)
-    with opened([source], choices, lambda document: document.check(["?"], max_new_tokens)) as found:
-        limits = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "chunk_tokens": chunk_tokens}
-        told = _talk(found, source, as_json, limits)
+    with opened([source], choices, lambda document: document.check(["?"], choices.max_new_tokens), INSTRUCTION) as found:
+        told = _talk(found, source, choices.sampling() | {"chunk_tokens": choices.chunk_tokens})
     return told
 
 
-def _talk(found: Opened, source: Path, as_json: bool, limits: dict[str, Any]) -> Result:
+def _talk(found: Opened, source: Path, limits: dict[str, Any]) -> Result:
     from kvrecall.engine import Chat
 
     talk, asks = Chat(found.document), _in_terminal()
@@ -73,13 +65,12 @@ def _talk(found: Opened, source: Path, as_json: bool, limits: dict[str, Any]) ->
             elif command[:1] == "/":
                 notes().print(f"note: {command} is unknown. {HELP}", soft_wrap=True)
             else:
-                answer = talk.say(line, on_text=None if as_json else lambda text: to_stdout(printable(text)), **limits)
+                answer = talk.say(line, on_text=lambda text: to_stdout(printable(text)), **limits)
                 turns.append(answer_told(answer))
-                if not as_json:
-                    to_stdout("\n")
-                    rate = f"{len(answer.tokens) / answer.decode_seconds:.1f} tokens/s" if answer.decode_seconds else "—"
-                    first = f"first token {seconds(answer.first_token_seconds)}"
-                    notes().print(f"{first} · {rate} · {talk.tokens:,} tokens", style="dim")
+                to_stdout("\n")
+                rate = f"{len(answer.tokens) / answer.decode_seconds:.1f} tokens/s" if answer.decode_seconds else "—"
+                first = f"first token {seconds(answer.first_token_seconds)}"
+                details().print(f"{first} · {rate} · {talk.tokens:,} tokens", style="dim")
         except KeyboardInterrupt:
             if not asks:
                 raise

@@ -13,10 +13,10 @@ import typer
 
 from kvrecall.cli import options
 from kvrecall.cli.options import Engine
-from kvrecall.cli.report import size
+from kvrecall.cli.process import leave_environment
+from kvrecall.cli.screen import as_json, notes, size, to_stdout
 from kvrecall.cli.session import open_session
-from kvrecall.cli.threads import leave_environment
-from kvrecall.cli.verb import Result, notes, verb
+from kvrecall.cli.verb import Result, verb
 from kvrecall.core.counts import byte_count
 from kvrecall.core.errors import KVRecallError, MissingPackageError, ModelFilesError, ParameterError, install_command
 from kvrecall.core.extras import require_server
@@ -53,7 +53,6 @@ def serve(
         typer.Option(help="Host memory for prompts that were read, such as 4g; a quarter of it if left out. transformers."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run, and start nothing.")] = False,
-    as_json: options.AsJson = False,
 ) -> Result:
     """Serve a model over HTTP as OpenAI does: by vLLM's server, which gets what stands behind `--`, or on transformers."""
     more = given or []
@@ -70,9 +69,7 @@ def serve(
             if value is not None:
                 raise ParameterError(name, "none with --engine vllm", value, remedy)
         wanted = _settings(method, settings)
-        return _vllm(
-            model, wanted, {"host": host, "port": port, "max-model-len": tokens, "dtype": dtype}, more, dry_run, as_json
-        )
+        return _vllm(model, wanted, {"host": host, "port": port, "max-model-len": tokens, "dtype": dtype}, more, dry_run)
     if more:
         raise ParameterError("options behind `--`", "none with --engine transformers", " ".join(more), "They are vLLM's.")
     folders = dict(_session(text, model) for text in session or [])
@@ -83,7 +80,7 @@ def serve(
     if dry_run:
         notes().print(f"{model} with {chosen.name} at {_url(host, port)}, in this process", soft_wrap=True)
         return told
-    _without_json(as_json)
+    _without_json()
 
     rows: Any = host_rows.value
 
@@ -148,7 +145,7 @@ def _engine(asked: Engine | None) -> Engine:
     return Engine.TRANSFORMERS
 
 
-def _vllm(model: str, wanted: dict[str, Any], flags: dict[str, Any], given: list[str], dry_run: bool, as_json: bool) -> Result:
+def _vllm(model: str, wanted: dict[str, Any], flags: dict[str, Any], given: list[str], dry_run: bool) -> Result:
     """Becomes vLLM's server, unless it is a dry run."""
     from kvrecall.backends.vllm.command import serve_command
     from kvrecall.backends.vllm.dry_run import rehearsed
@@ -166,10 +163,9 @@ def _vllm(model: str, wanted: dict[str, Any], flags: dict[str, Any], given: list
     if dry_run:
         unchecked = rehearsed(command.options)
         notes().print(f"note: {unchecked}", soft_wrap=True)
-        if not as_json:
-            print(shlex.join(command.arguments))
+        to_stdout(f"{shlex.join(command.arguments)}\n")
         return told | {"unchecked": unchecked}
-    _without_json(as_json)
+    _without_json()
     leave_environment()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -221,6 +217,6 @@ def _room(model: str, settings: Any, flags: dict[str, Any], given: list[str]) ->
         return None
 
 
-def _without_json(as_json: bool) -> None:
-    if as_json:
+def _without_json() -> None:
+    if as_json():
         raise ParameterError("--json", "--dry-run with it", "--json alone", "A running server has no result.")

@@ -10,10 +10,9 @@ import typer
 
 from kvrecall.cli import options
 from kvrecall.cli.options import read_text, read_texts, writable
-from kvrecall.cli.report import plain_table, size
-from kvrecall.cli.screen import results
-from kvrecall.cli.session import open_session, token_bar
-from kvrecall.cli.verb import Result, notes, verb
+from kvrecall.cli.screen import details, plain_table, results, size, token_bar
+from kvrecall.cli.session import MODEL_OPTIONS, ModelOptions
+from kvrecall.cli.verb import Result, verb
 from kvrecall.core.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -32,11 +31,7 @@ def tune(
     stride: Annotated[float | None, typer.Option(help="For LouisKV: wanted steps per search; sets its thresholds.")] = None,
     method: options.MethodName = options.DEFAULT_METHOD,
     settings: options.Settings = None,
-    model: options.Model = options.DEFAULT_MODEL,
-    dtype: options.Dtype = None,
-    device: options.Device = None,
-    chunk_tokens: options.ChunkTokens = 1024,
-    as_json: options.AsJson = False,
+    given: ModelOptions = MODEL_OPTIONS,
 ) -> Result:
     """Find budgets per layer that catch a wanted share of the attention on your text, and write a method file."""
     chosen = options.method_of(method, settings)
@@ -56,25 +51,23 @@ def tune(
 
     check(chosen, mass, floor, stride)
     writable(out)
-    session = open_session(model, dtype, device, quiet=as_json)
+    session = given.open()
     ids = session.token_ids(read, wanted)
     least = chosen.sink_tokens + chosen.local_tokens + steps + 2
     if len(ids) < least:
         raise ParameterError("text", f"{least:,} tokens or more", f"{len(ids):,} tokens", "Give more text, or fewer --steps.")
-    with token_bar("reading", as_json) as on_progress:
+    with token_bar("reading") as on_progress:
         trace = capture(
-            session.model, session.tensor(ids[:-steps]), forced=ids[-steps:-1], chunk_tokens=chunk_tokens, name=session.name,
-            tokenizer=session.tokenizer,
-            on_progress=on_progress,
+            session.model, session.tensor(ids[:-steps]), forced=ids[-steps:-1], chunk_tokens=given.chunk_tokens,
+            name=session.name, tokenizer=session.tokenizer, on_progress=on_progress,
         )  # fmt: skip
-    with token_bar("trying budgets, by layer", as_json) as on_progress:
+    with token_bar("trying budgets, by layer") as on_progress:
         found = find(trace, chosen, mass, floor=floor, stride=stride, on_progress=on_progress)
     about = {"model": session.name, "text": [file.name for file in text], "tokens": len(ids), "wanted_mass": mass}
     layers = session.model.config.get_text_config(decoder=True).num_hidden_layers
     save_method(found.method, out, layers=layers, about=about | {"mass": round(found.mass, 4)})
     told = about | {"file": str(out), "method": chosen.name} | found.to_dict()
-    if not as_json:
-        _show_budgets(told)
+    _show_budgets(told)
     return told
 
 
@@ -116,11 +109,7 @@ def calibrate(
     max_stride: Annotated[int | None, typer.Option(min=1, help="Search at the latest after that many steps.")] = None,
     per_layer: Annotated[bool, typer.Option("--per-layer", help="A threshold for every layer instead of one for all.")] = False,
     out: Annotated[Path | None, typer.Option(help="Method file to write (JSON), for `kvrecall eval --methods`.")] = None,
-    model: options.Model = options.DEFAULT_MODEL,
-    dtype: options.Dtype = None,
-    device: options.Device = None,
-    chunk_tokens: options.ChunkTokens = 1024,
-    as_json: options.AsJson = False,
+    given: ModelOptions = MODEL_OPTIONS,
 ) -> Result:
     """Find LouisKV's threshold for a wanted mean stride, on your text or on the answers of tasks."""
     from kvrecall.evaluate.asking import Asker
@@ -141,24 +130,24 @@ def calibrate(
     plan = Plan(listed, (options.token_count(context),), samples, (0.5,), seed) if tasks is not None else None
     if out is not None:
         writable(out)
-    session = open_session(model, dtype, device, quiet=as_json)
+    session = given.open()
     if plan is not None:
-        asker = Asker(session.model, session.tokenizer, chunk_tokens)
-        with token_bar("answering", as_json) as on_progress:
+        asker = Asker(session.model, session.tokenizer, given.chunk_tokens)
+        with token_bar("answering") as on_progress:
             queries = watch_answers(asker, plan, on_progress=on_progress)
         steps = sum(map(len, next(iter(queries.values()))))
         about = {"tasks": list(listed), "context": plan.contexts[0], "samples": samples, "seed": seed, "steps": steps}
     else:
         ids = session.token_ids(text, wanted)
-        with token_bar("reading", as_json) as on_progress:
-            queries = watch_queries(session.model, session.tensor(ids), chunk_tokens=chunk_tokens, on_progress=on_progress)
+        with token_bar("reading") as on_progress:
+            prompt = session.tensor(ids)
+            queries = watch_queries(session.model, prompt, chunk_tokens=given.chunk_tokens, on_progress=on_progress)
         about = {"text": [file.name for file in files or ()], "tokens": len(ids)}
     found = find(queries, stride, trigger, per_layer=per_layer)
     about = {"model": session.name, "dtype": str(session.model.dtype).removeprefix("torch."), "wanted_stride": stride} | about
     if out is not None:
         _write(out, found, trigger, session.model.config.get_text_config(decoder=True).num_hidden_layers, about)
-    if not as_json:
-        _show_strides(found, out)
+    _show_strides(found, out)
     return about | found.to_dict() | ({} if out is None else {"file": str(out)})
 
 
@@ -190,14 +179,13 @@ def statistics(
     ] = None,
     dtype: options.Dtype = None,
     device: options.Device = None,
-    as_json: options.AsJson = False,
 ) -> Result:
     """Compute the statistics of a model's keys that balanced ParisKV's codes follow from, and keep them.
 
     Without this command they are computed when a model is first used.
     """
     given = None if text is None else read_text(text)
-    session = open_session(model, dtype, device, quiet=as_json)
+    session = given.open()
 
     from kvrecall.backends.transformers.fingerprint import fingerprint_of
     from kvrecall.backends.transformers.statistics import Source, compute
@@ -214,8 +202,7 @@ def statistics(
     if text is None:
         own.unlink(missing_ok=True)
     path = path if text is None else own
-    if not as_json:
-        notes().print(f"{len(source.ids):,} tokens, {len(found.layers)} layers, {path.stat().st_size:,} bytes", soft_wrap=True)
+    details().print(f"{len(source.ids):,} tokens, {len(found.layers)} layers, {path.stat().st_size:,} bytes", soft_wrap=True)
     return {
         "file": str(path), "model": session.name, "text": source.text, "tokens": len(source.ids),
         "layers": list(found.layers), "bytes": path.stat().st_size,
