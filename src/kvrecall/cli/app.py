@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 import kvrecall
-from kvrecall.cli.ask import ask
-from kvrecall.cli.chat import chat
+from kvrecall.cli.ask import ask, chat
 from kvrecall.cli.demo import demo
 from kvrecall.cli.eval import evaluate, report
 from kvrecall.cli.generate import generate

@@ -77,7 +77,7 @@ def demo(
             fork = cache.fork(other)
             write = to_stdout if key == "retrieval" else None
             limits = {"max_new_tokens": max_new_tokens, "chunk_tokens": chunk_tokens}
-            result = answer(session, ids, fork, **limits, write=write)
+            result = answer(session, ids, fork, write, **limits)
             about = summary(session, other, len(ids), result, fork)
             row[key] = {**about, "right": question.answered_by(about["answer"])}
             if write:

@@ -8,7 +8,7 @@ import typer
 
 from kvrecall.cli import options
 from kvrecall.cli.options import Engine
-from kvrecall.cli.screen import notes, plain_table, results, size, status
+from kvrecall.cli.screen import note, plain_table, results, size, status
 from kvrecall.cli.verb import Result, verb
 from kvrecall.core.errors import ParameterError
 
@@ -78,7 +78,7 @@ def _limit(model: str, config: Any, context_tokens: int) -> int | None:
     limit = context_limit(config)
     if limit and context_tokens > limit:
         said = f"{model} was made for contexts of up to {limit:,} tokens: other verbs refuse {context_tokens:,}"
-        notes().print(f"note: {said}", soft_wrap=True)
+        note(f"note: {said}")
     return limit
 
 

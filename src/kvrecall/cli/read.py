@@ -11,7 +11,7 @@ import typer
 from kvrecall.cli import options
 from kvrecall.cli.kept import disk_bytes
 from kvrecall.cli.options import read_text, writable_folder
-from kvrecall.cli.screen import details, notes, plain_table, results, seconds, size, status, token_bar
+from kvrecall.cli.screen import details, note, plain_table, results, seconds, size, status, token_bar
 from kvrecall.cli.session import open_session, plain
 from kvrecall.cli.verb import Result, verb
 
@@ -104,7 +104,7 @@ def _read_and_save(document: Any, out: Path, rows: str, chunk_tokens: int | None
             if held := document.cache.get_seq_length():
                 save()
                 said = f"{held:,} of {document.tokens:,} tokens are in {out} after {seconds(time.monotonic() - start)}"
-                notes().print(f"{said}; the same call goes on from there", soft_wrap=True)
+                note(f"{said}; the same call goes on from there")
             raise
         with status("saving"):
             return save()

@@ -14,7 +14,7 @@ import typer
 from kvrecall.cli import options
 from kvrecall.cli.options import Engine
 from kvrecall.cli.process import leave_environment
-from kvrecall.cli.screen import as_json, notes, size, to_stdout
+from kvrecall.cli.screen import as_json, note, size, to_stdout
 from kvrecall.cli.session import open_session
 from kvrecall.cli.verb import Result, verb
 from kvrecall.core.counts import byte_count
@@ -78,7 +78,7 @@ def serve(
     told = {"engine": Engine.TRANSFORMERS, "model": model, "method": chosen.name, "context": tokens, "host": host, "port": port}
     told |= {"sessions": {name: str(folder) for name, folder in folders.items()}}
     if dry_run:
-        notes().print(f"{model} with {chosen.name} at {_url(host, port)}, in this process", soft_wrap=True)
+        note(f"{model} with {chosen.name} at {_url(host, port)}, in this process")
         return told
     _without_json()
 
@@ -100,7 +100,7 @@ def serve(
             loaded.model, loaded.tokenizer, model, chosen, prefix_bytes=memory, context=tokens, host_rows=rows, sessions=read,
         )  # fmt: skip
         said = f"{model} with {chosen.name} at {_url(host, port)}; prompts that were read take up to {size(memory)}"
-        notes().print(said, soft_wrap=True)
+        note(said)
         Server(service).run(sockets=[bound])
     return told
 
@@ -156,13 +156,13 @@ def _vllm(model: str, wanted: dict[str, Any], flags: dict[str, Any], given: list
         raise ModelFilesError(model, "kvrecall knows it as a GGUF file, which vLLM does not serve", remedy)
     command = serve_command(model, wanted, flags, given)
     if not command.retrieves:
-        notes().print("note: another attention backend was asked for: vLLM serves without kvrecall", soft_wrap=True)
+        note("note: another attention backend was asked for: vLLM serves without kvrecall")
     else:
         command = serve_command(model, wanted, flags | _batch(model, command.settings, flags, given), given)
     told = {"engine": Engine.VLLM, "model": model, "command": command.arguments, "kvrecall": command.config}
     if dry_run:
         unchecked = rehearsed(command.options)
-        notes().print(f"note: {unchecked}", soft_wrap=True)
+        note(f"note: {unchecked}")
         to_stdout(f"{shlex.join(command.arguments)}\n")
         return told | {"unchecked": unchecked}
     _without_json()
@@ -185,7 +185,7 @@ def _batch(model: str, settings: Any, flags: dict[str, Any], given: list[str]) -
     if torch.cuda.is_available() and not names_graphs(given):
         told["cudagraph-capture-sizes"] = sizes = recorded_batches(most)
         said += f"; graphs are recorded for {', '.join(map(str, sizes))} (--cudagraph-capture-sizes)"
-    notes().print(said, soft_wrap=True)
+    note(said)
     return told
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from kvrecall.cli import options
 from kvrecall.cli.kept import Kept, is_folder, kept_folder, key_of
 from kvrecall.cli.options import read_text
-from kvrecall.cli.screen import as_json, details, note, notes, size, status, token_bar
+from kvrecall.cli.screen import as_json, details, note, size, status, token_bar
 from kvrecall.cli.verb import Result
 from kvrecall.core.counts import byte_count
 from kvrecall.core.errors import ContextLengthError, KVRecallError, ParameterError, SessionError
@@ -210,18 +210,18 @@ def _kept(texts: list[str], document: Any, kept: Kept, choices: Choices, stack: 
                 return {"folder": str(place), "found": True}
         except SessionError as error:
             damaged = True
-            notes().print(f"note: the kept session cannot be used ({error.problem}); reading again", soft_wrap=True)
+            note(f"note: the kept session cannot be used ({error.problem}); reading again")
     read(document, choices)
     told: Result = {"folder": str(place), "found": False, "kept": False}
     try:
         put = kept.put(name, document.save, replace=damaged)
     except (KVRecallError, OSError) as error:  # keeping may fail; answers do not need it
         said = error.problem if isinstance(error, KVRecallError) else error.strerror or str(error)
-        notes().print(f"note: not kept: {said}", soft_wrap=True)
+        note(f"note: not kept: {said}")
         return told
     if not put.kept:
         said = f"{size(put.nbytes)} are more than the limit of {size(kept.limit_bytes)} (--keep-limit)"
-        notes().print(f"note: not kept: {said}", soft_wrap=True)
+        note(f"note: not kept: {said}")
     else:
         gone = f", {put.removed} least recently used removed" if put.removed else ""
         said = f"{size(put.nbytes)} in {place} ({size(put.total_bytes)} of {size(kept.limit_bytes)}{gone})"

@@ -16,7 +16,7 @@ from kvrecall.cli.verb import Result, verb
 from kvrecall.core.errors import ParameterError
 
 if TYPE_CHECKING:
-    from kvrecall.evaluate.calibrate import Calibration
+    from kvrecall.evaluate.tune import Calibration
     from kvrecall.trigger import SemanticBoundary
 
 
@@ -113,9 +113,9 @@ def calibrate(
 ) -> Result:
     """Find LouisKV's threshold for a wanted mean stride, on your text or on the answers of tasks."""
     from kvrecall.evaluate.asking import Asker
-    from kvrecall.evaluate.calibrate import calibrate as find
-    from kvrecall.evaluate.calibrate import check_stride, watch_answers, watch_queries
     from kvrecall.evaluate.plan import Plan
+    from kvrecall.evaluate.tune import calibrate as find
+    from kvrecall.evaluate.tune import check_stride, watch_answers, watch_queries
     from kvrecall.trigger import SemanticBoundary
 
     check_stride(stride)
