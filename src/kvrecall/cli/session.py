@@ -135,7 +135,7 @@ def opened(
     Inside, a kept session is not removed.
     """
     options.check_sampling(choices.temperature, choices.seed)
-    more = {} if instruction is None else {"instruction": instruction}
+    more: dict[str, Any] = {} if instruction is None else {"instruction": instruction}
     if sources[0].is_dir():
         if len(sources) > 1:
             remedy = "Read all files into one session with `kvrecall read FILE… --out SESSION`, or ask about the files alone."

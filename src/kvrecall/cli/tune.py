@@ -11,7 +11,7 @@ import typer
 from kvrecall.cli import options
 from kvrecall.cli.options import read_text, read_texts, writable
 from kvrecall.cli.screen import details, plain_table, results, size, token_bar
-from kvrecall.cli.session import MODEL_OPTIONS, ModelOptions
+from kvrecall.cli.session import MODEL_OPTIONS, ModelOptions, open_session
 from kvrecall.cli.verb import Result, verb
 from kvrecall.core.errors import ParameterError
 
@@ -185,7 +185,7 @@ def statistics(
     Without this command they are computed when a model is first used.
     """
     given = None if text is None else read_text(text)
-    session = given.open()
+    session = open_session(model, dtype, device)
 
     from kvrecall.backends.transformers.fingerprint import fingerprint_of
     from kvrecall.backends.transformers.statistics import Source, compute

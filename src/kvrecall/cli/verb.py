@@ -30,7 +30,7 @@ def verb(run: Callable[..., Result]) -> Callable[..., None]:
     With --json only the result goes to standard output; prints of libraries go to standard error. Errors are handled by `told`.
     """
     own = inspect.signature(run, eval_str=True).parameters.values()
-    groups = {parameter.name: parameter.annotation for parameter in own if is_dataclass(parameter.annotation)}
+    groups: dict[str, Any] = {parameter.name: parameter.annotation for parameter in own if is_dataclass(parameter.annotation)}
 
     @functools.wraps(run)
     def command(*, as_json: bool, **given: Any) -> None:

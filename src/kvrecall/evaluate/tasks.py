@@ -23,6 +23,7 @@ from itertools import islice, pairwise
 from string import ascii_lowercase, ascii_uppercase
 from typing import Any
 
+from kvrecall.core.counts import whole
 from kvrecall.core.errors import ParameterError, UnknownNameError
 from kvrecall.evaluate.text import Count, haystack, made_up, names, numbers, vocabulary
 
@@ -362,7 +363,7 @@ def generated(spec: str) -> Task:
         return known.factory(spec, known.argument)
     if not known.meaning:
         raise ParameterError(f"task {name}", "no argument", argument, f"Write {name} alone.")
-    if not (argument.isascii() and argument.isdigit() and len(argument) < 19) or not known.least <= int(argument) <= known.most:
+    if not known.least <= whole(argument) <= known.most:
         expected = f"{known.meaning}, an integer in [{known.least}, {known.most}]"
         raise ParameterError(f"task {name}", expected, argument, f"For example {name}:{known.argument}.")
     return known.factory(spec, int(argument))
