@@ -53,13 +53,13 @@ def test_eval_report_and_resumption(cli: Cli, tiny: Path, tmp_path: Path) -> Non
 def test_steps_are_captured_where_that_is_asked_for(
     cli: Cli, tiny: Path, tmp_path: Path, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, generate = [], kvrecall.engine.request
+    asked, generate = [], kvrecall.engine.generate
 
     def watched(*arguments: Any, capture: bool | None, **more: Any) -> Any:
         asked.append(capture)
         return generate(*arguments, capture=capture, **more)
 
-    monkeypatch.setattr("kvrecall.engine.request", watched)
+    monkeypatch.setattr("kvrecall.engine.generate", watched)
     small = ("--tasks", "niah", "--methods", "exact", "--context", "600", "--samples", 1, "--depths", "50")
     cli.json("eval", "-m", tiny, *small, "--out", tmp_path / "run", *options)
     assert set(asked) == {None if options else False}  # None: where it can be, which it cannot on a CPU

@@ -216,7 +216,7 @@ def test_an_answer_that_ends_leaves_nothing_of_the_step_made_ahead(
             made = user.submit(model, cache, eos_token_id=answer[stop]).result()
         assert made.new_tokens == [answer[: stop + 1]] and cache.get_seq_length() == 40 + stop
         rows = [_every_row(layer.state.store) for layer in cache.retrieval_layers if layer.state is not None]
-        more = kvrecall.engine.request(model, None, made.sequences, cache, max_new_tokens=6, capture=False)
+        more = kvrecall.engine.generate(model, None, made.sequences, cache, max_new_tokens=6, capture=False)
         found.append((rows, more.new_tokens))
     assert ahead == ["Capturing"] * stop  # the last of them for nothing
     for plain, replayed in zip(found[0][0], found[1][0], strict=True):

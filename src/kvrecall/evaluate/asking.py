@@ -10,9 +10,9 @@ from torch import Tensor
 
 from kvrecall import engine
 from kvrecall.backends.transformers import RetrievalCache
+from kvrecall.engine.job import GenerateResult
 from kvrecall.engine.prefill import context_limit
 from kvrecall.engine.prompts import next_prompt, plain_ids
-from kvrecall.engine.request import GenerateResult
 from kvrecall.evaluate.plan import Condition
 from kvrecall.evaluate.tasks import Turn
 from kvrecall.methods.full import Full

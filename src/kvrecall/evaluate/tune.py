@@ -23,8 +23,8 @@ from torch import Tensor
 
 from kvrecall.backends.transformers import RetrievalCache
 from kvrecall.core.errors import ParameterError
+from kvrecall.engine.job import GenerateResult
 from kvrecall.engine.prefill import prefill
-from kvrecall.engine.request import GenerateResult
 from kvrecall.evaluate.asking import Asker
 from kvrecall.evaluate.plan import FULL, Condition, Plan
 from kvrecall.evaluate.recall import grouped_logits, replay
