@@ -15,10 +15,9 @@ from typing import Annotated, Any
 import typer
 
 from kvrecall.cli import options
-from kvrecall.cli.report import plain_table
-from kvrecall.cli.screen import results
-from kvrecall.cli.threads import wait_passively
-from kvrecall.cli.verb import Result, notes, verb
+from kvrecall.cli.process import wait_passively
+from kvrecall.cli.screen import notes, plain_table, results
+from kvrecall.cli.verb import Result, verb
 from kvrecall.core.errors import ParameterError, UnknownNameError
 
 commands = typer.Typer(
@@ -56,7 +55,6 @@ def layer(
     configs: Configs = "product,paper",
     shape: LayerShape = "8b",
     out: Out = None,
-    as_json: options.AsJson = False,
 ) -> Result:
     """One attention layer on a GPU: search, fetch and attention, captured, in microseconds."""
     _need_cuda()
@@ -66,7 +64,7 @@ def layer(
     names = _configs(configs, [*gpu_layer.CONFIGS], lambda name: gpu_layer.method_of(name, 1))
     asked = product([shape], _counts(context), names)
     columns = ("tokens", "config", "retrieval_p50_us", "full_p50_us", "speedup", *gpu_layer.STAGES)
-    return _rows(gpu_layer.measure, asked, columns, out, as_json)
+    return _rows(gpu_layer.measure, asked, columns, out)
 
 
 @commands.command()
@@ -83,7 +81,6 @@ def decode(
     turning: Annotated[bool, typer.Option("--turning", help="Queries turn from step to step as those of a text do.")] = False,
     trace: Annotated[Path | None, typer.Option(help="Keys, values and queries out of this file of `kvrecall trace`.")] = None,
     out: Out = None,
-    as_json: options.AsJson = False,
 ) -> Result:
     """A whole model on a GPU: one captured decode step, in milliseconds; its layers must answer as uncaptured ones do."""
     names = _of_models(shape, configs)
@@ -102,7 +99,7 @@ def decode(
     asked = product([shape], _layers(layers), _counts(context), [batch], names, [steps], [side])
     columns = ("context", "batch", "config", "layers", "retrieval_p50_ms", "retrieval_worst_ms", "full_p50_ms", "speedup",
                "retrieval_device_gib", "full_device_gib", "host_gib")  # fmt: skip
-    return _rows(partial(gpu_decode.measure, trace=read), asked, columns, out, as_json)
+    return _rows(partial(gpu_decode.measure, trace=read), asked, columns, out)
 
 
 @commands.command()
@@ -115,7 +112,6 @@ def prefill(
     chunk_tokens: options.ChunkTokens = 8192,
     repeats: Annotated[int, typer.Option(min=1, help="Passes of each kind to take the median of.")] = 3,
     out: Out = None,
-    as_json: options.AsJson = False,
 ) -> Result:
     """Reading a prompt on a GPU, in seconds, and what share of it building the index takes."""
     names = _of_models(shape, configs)
@@ -124,7 +120,7 @@ def prefill(
     asked = product([shape], _layers(layers), _counts(context), [chunk_tokens], names, [repeats])
     columns = ("context", "config", "layers", "plain_s", "plain_backend", "retrieval_s", "encode_s", "settle_s", "build_share",
                "offload_s", "pin_s", "hidden_error")  # fmt: skip
-    return _rows(gpu_prefill.measure, asked, columns, out, as_json)
+    return _rows(gpu_prefill.measure, asked, columns, out)
 
 
 @commands.command()
@@ -139,7 +135,6 @@ def generate(
     calls: Annotated[int, typer.Option(min=1, help="Calls one after another; the first records the step.")] = 3,
     compiled: Annotated[bool, typer.Option("--compiled", help="Norms, MLPs and RoPE by torch.compile.")] = False,
     out: Out = None,
-    as_json: options.AsJson = False,
 ) -> Result:
     """Whole calls of engine.generate on a GPU, the first and the next: seconds to the first token, milliseconds per token."""
     names = _of_models(shape, configs, also=("full",))
@@ -149,7 +144,7 @@ def generate(
     asked = product([shape], _layers(layers), _counts(context), names, [users], [tokens], [compiled], rounds)
     columns = ("context", "config", "users", "call", "wall_s", "first_token_s", "ms_per_token", "median_ms", "longest_ms",
                "as_first", "device_gib")  # fmt: skip
-    return _rows(gpu_generate.measure, asked, columns, out, as_json)
+    return _rows(gpu_generate.measure, asked, columns, out)
 
 
 @commands.command()
@@ -159,7 +154,6 @@ def ops(
     ops: Annotated[str, typer.Option(help="Operations, one or more, or all.")] = "all",
     shape: LayerShape = "8b",
     out: Out = None,
-    as_json: options.AsJson = False,
 ) -> Result:
     """Every kernel alone on a GPU, in microseconds, against the time that its bytes must take."""
     _need_cuda()
@@ -167,7 +161,7 @@ def ops(
 
     names = _check(shape, gpu_layer.SHAPES, ops, gpu_ops.OPS)
     columns = ("tokens", "op", "p20_us", "p50_us", "p80_us", "gb_per_s", "roofline_us", "roofline_share")
-    return _rows(gpu_ops.measure, product([shape], _counts(context), names), columns, out, as_json)
+    return _rows(gpu_ops.measure, product([shape], _counts(context), names), columns, out)
 
 
 @commands.command()
@@ -177,7 +171,6 @@ def methods(
     systems: Annotated[str, typer.Option(help="prkv, louiskv-search, louiskv-held, ctkvr, …; or all.")] = "all",
     shape: LayerShape = "8b",
     out: Out = None,
-    as_json: options.AsJson = False,
 ) -> Result:
     """PRKV, LouisKV and CTkvr: one attention layer on a GPU, in microseconds."""
     _need_cuda()
@@ -185,12 +178,10 @@ def methods(
 
     names = _check(shape, gpu_layer.SHAPES, systems, gpu_methods.SYSTEMS)
     columns = ("tokens", "system", "p20_us", "p50_us", "p80_us", "full_p50_us", "speedup", "attended_tokens", "host_us")
-    return _rows(gpu_methods.measure, product([shape], _counts(context), names), columns, out, as_json)
+    return _rows(gpu_methods.measure, product([shape], _counts(context), names), columns, out)
 
 
-def _rows(
-    measure: Callable[..., Any], asked: Iterable[tuple[Any, ...]], columns: tuple[str, ...], out: Path | None, as_json: bool
-) -> Result:
+def _rows(measure: Callable[..., Any], asked: Iterable[tuple[Any, ...]], columns: tuple[str, ...], out: Path | None) -> Result:
     """Measures one row after another; each is written as soon as it is there."""
     from benchmarks.rows import environment, write_csv
 
@@ -201,12 +192,11 @@ def _rows(
         rows.append(measure(*arguments))
         if out is not None:
             write_csv(out, rows)
-    if not as_json:
-        table = plain_table(None, *columns)
-        for row in rows:
-            cells = (getattr(row, name) for name in columns)
-            table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells))
-        results().print(table)
+    table = plain_table(None, *columns)
+    for row in rows:
+        cells = (getattr(row, name) for name in columns)
+        table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells))
+    results().print(table)
     return {"rows": [asdict(row) for row in rows], "environment": environment()}
 
 

@@ -40,7 +40,7 @@ from benchmarks.gpu_layer import in_eight_bits
 from benchmarks.inputs import Gaussian, Traced, Turning
 from benchmarks.models import COMPILED, FULL, SHAPES, TRACED, TURNING, let_go, method_of, model_of
 from benchmarks.verify import check_compiled, check_step
-from kvrecall.backends.memory import layer_bytes
+from kvrecall.backends.memory import MemoryPlan
 from kvrecall.backends.transformers import RetrievalCache
 from kvrecall.backends.transformers.families import ModelSignature
 from kvrecall.backends.transformers.layer import RetrievalLayer
@@ -256,7 +256,8 @@ def _check_device(cache: RetrievalCache, tokens: int, batch: int) -> None:
     """Raises DeviceMemoryError if the summaries of all layers are more than the GPU can give."""
     made, method, device = cache.signature, cache.method, torch.device("cuda")
     shape = LayerShape(batch, made.query_heads, made.kv_heads, made.head_dim, torch.bfloat16, device)
-    need = batch * sum(layer_bytes(layer.number, shape, method, tokens) for layer in cache.retrieval_layers) + SPARE_BYTES
+    numbers = [layer.number for layer in cache.retrieval_layers]
+    need = MemoryPlan.of(method, shape, numbers, tokens).growing_bytes + SPARE_BYTES
     free = free_device_bytes(device)
     if need > free:
         raise DeviceMemoryError(None, need, free, tokens, device)

@@ -26,11 +26,10 @@ import torch
 
 from kvrecall import methods, models
 from kvrecall.evaluate.asking import Asker
-from kvrecall.evaluate.conditions import conditions
-from kvrecall.evaluate.plan import Plan
+from kvrecall.evaluate.plan import Plan, conditions
 from kvrecall.evaluate.suite import Suite
 from kvrecall.evaluate.summary import interval
-from kvrecall.evaluate.tasks.registry import generated
+from kvrecall.evaluate.tasks import generated
 
 TASKS = "niah-multikey:8,niah-multivalue:4,variable-tracking:4,common-words:10,json-kv:8"
 ZONES = {"sink_tokens": 4, "local_tokens": 256}

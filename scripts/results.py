@@ -23,8 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvrecall.evaluate.conditions import conditions
-from kvrecall.evaluate.plan import Plan, configuration
+from kvrecall.evaluate.plan import Plan, conditions, configuration
 from kvrecall.evaluate.runs import RunFolder, Shard, read_config, read_records
 
 ROOT = Path(__file__).parent.parent

@@ -33,8 +33,8 @@ from kvrecall.backends.transformers.rotary import rotaries_of
 from kvrecall.backends.transformers.statistics import Source, observed, statistics_of
 from kvrecall.backends.transformers.statistics_file import ModelStatistics
 from kvrecall.core.errors import StatisticsError
-from kvrecall.engine.generate import generate
 from kvrecall.engine.prefill import prefill
+from kvrecall.engine.request import generate
 from kvrecall.index.sphere import SphereIndex
 from kvrecall.index.statistics import KeyStatistics
 from tests.backends.models import SMALL, tiny

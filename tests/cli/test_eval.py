@@ -14,7 +14,7 @@ import kvrecall.engine
 from kvrecall.cli.options import writable
 from kvrecall.core.errors import OutputFileError
 from kvrecall.evaluate.runs import read_records
-from kvrecall.evaluate.tasks.registry import KNOWN
+from kvrecall.evaluate.tasks import KNOWN
 from tests.cli.conftest import Cli
 
 SMALL = ("--tasks", "niah,drift", "--methods", "exact", "--budgets", "32,900", "--context", "600", "--samples", 1,

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvrecall import models
-from kvrecall.cli.report import plain_table
-from kvrecall.cli.screen import printable, results
+from kvrecall.cli.screen import plain_table, printable, results
 from tests.cli.conftest import Cli
 
 ABSURD = [

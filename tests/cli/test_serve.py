@@ -15,7 +15,7 @@ import torch
 from kvrecall.backends.vllm import dry_run
 from kvrecall.cli import serve
 from kvrecall.core import extras
-from kvrecall.engine.plan_vllm import host_sequences
+from kvrecall.engine.memory import host_sequences
 from kvrecall.step.settings import Settings
 from tests.cli.conftest import Cli
 from tests.engine.test_plan import LLAMA_8B

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrecall.cli import chat as chat_verb
+from kvrecall.cli import ask as ask_verb
 from kvrecall.cli import read as read_verb
 from kvrecall.cli.kept import Kept
 from kvrecall.core.errors import ParameterError, SessionError
@@ -184,16 +184,16 @@ def test_a_conversation_about_a_file(cli: Cli, tiny: Path, text: Path) -> None:
 
 def test_in_a_terminal_an_answer_can_be_stopped(cli: Cli, session: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = iter(["what boat", "text " * 20000, "what boat"])
-    monkeypatch.setattr(chat_verb, "_line", lambda asks: next(lines, None))
-    monkeypatch.setattr("kvrecall.engine.chat.Chat.say", _say_after_ctrl_c())
-    monkeypatch.setattr(chat_verb, "_in_terminal", lambda: True)
+    monkeypatch.setattr(ask_verb, "_line", lambda asks: next(lines, None))
+    monkeypatch.setattr("kvrecall.engine.document.Chat.say", _say_after_ctrl_c())
+    monkeypatch.setattr(ask_verb, "_in_terminal", lambda: True)
     result = cli("chat", session, *SHORT)
     assert result.exit_code == 0 and "stopped" in result.stderr
     assert "question: expected at most" in result.stderr and len(result.stdout.splitlines()) == 1
 
 
 def _say_after_ctrl_c() -> object:
-    from kvrecall.engine.chat import Chat
+    from kvrecall.engine.document import Chat
 
     say, first = Chat.say, [True]
 

@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 
 from kvrecall.cli import eval as eval_verb
-from kvrecall.cli import session
+from kvrecall.cli import screen
 from kvrecall.cli.eval import show
-from kvrecall.cli.report import plain_table
-from kvrecall.cli.screen import Screen
-from kvrecall.cli.session import ProgressLog
+from kvrecall.cli.screen import ProgressLog, Screen, plain_table
 from kvrecall.evaluate.summary import Row
 from tests.cli.conftest import Cli
 
@@ -111,13 +109,13 @@ def test_what_takes_long_tells_so_and_what_is_quick_does_not(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr(session.time, "perf_counter", lambda: now[0])
-    with session.token_bar("reading") as on_progress:
+    monkeypatch.setattr(screen.time, "perf_counter", lambda: now[0])
+    with screen.token_bar("reading") as on_progress:
         for done in range(0, 1001, 100):
             now[0] += 2.0
             on_progress(done, 1000)
     assert capsys.readouterr().err == ""
-    with session.token_bar("reading") as on_progress:
+    with screen.token_bar("reading") as on_progress:
         for done in range(0, 4001, 1000):
             now[0] += 20.0
             on_progress(done, 4000)

@@ -12,7 +12,7 @@ import torch
 
 from kvrecall import cli as package
 from kvrecall import engine, models
-from kvrecall.cli.report import seconds, size
+from kvrecall.cli.screen import seconds, size
 from kvrecall.core.errors import ModelFilesError
 from tests.cli.conftest import Cli
 

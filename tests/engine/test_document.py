@@ -12,8 +12,7 @@ import torch
 import kvrecall
 from kvrecall import engine
 from kvrecall.core.errors import ContextLengthError, InputFileError, ParameterError, UnknownNameError
-from kvrecall.engine.chat import Chat
-from kvrecall.engine.document import Document
+from kvrecall.engine.document import Chat, Document
 from kvrecall.engine.prompts import DocumentPrompt, next_prompt
 from tests.backends.models import tiny
 from tests.engine.users import in_threads

@@ -183,7 +183,7 @@ def test_a_request_waits_for_memory_that_others_have_still_to_use(monkeypatch: p
         caches = [job.asked.cache for job in loop_of(model)._active]
         return int(1.5 * need) - sum(cache.host_bytes(cache.get_seq_length()) for cache in caches)
 
-    for where in ("engine.room", "backends.transformers.cache"):
+    for where in ("engine.memory", "backends.transformers.cache"):
         monkeypatch.setattr(f"kvrecall.{where}.available_host_bytes", available)
     with rows_per_call(model) as rows:
         made = in_threads([user.submit(model).result for user in asked])
@@ -197,7 +197,7 @@ def test_what_can_never_fit_is_refused_while_others_run(monkeypatch: pytest.Monk
     held = other.submit(model)
     steps = iter(held)
     next(steps)
-    for where in ("engine.room", "backends.transformers.cache"):
+    for where in ("engine.memory", "backends.transformers.cache"):
         monkeypatch.setattr(f"kvrecall.{where}.available_host_bytes", lambda: 2 * need)
     big, behind = User(FULL, (1000,), 20).submit(model), User(FULL, (20,), 5, seed=1)
     with pytest.raises(HostMemoryError):

@@ -90,7 +90,7 @@ def test_a_reserved_cache_takes_what_was_planned(family: str, method: kvrecall.M
 def test_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     def fits(free: int) -> bool:
         # By module, as the package has a function of the same name.
-        monkeypatch.setattr(import_module("kvrecall.engine.plan"), "available_host_bytes", lambda: free)
+        monkeypatch.setattr(import_module("kvrecall.engine.memory"), "available_host_bytes", lambda: free)
         return engine.plan(LLAMA_8B, context_tokens=10_000, method=kvrecall.ParisKV()).fits_host
 
     made = engine.plan(LLAMA_8B, context_tokens=10_000, method=kvrecall.ParisKV())

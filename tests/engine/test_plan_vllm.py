@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from kvrecall.core.errors import KVRecallError
 from kvrecall.core.structs import AttentionParams
-from kvrecall.engine.plan_vllm import plan_vllm
+from kvrecall.engine.memory import plan_vllm
 from kvrecall.index.base import LayerShape
 from kvrecall.index.sphere.config import SphereConfig
 from kvrecall.index.statistics import KeyStatistics, LayerStatistics, NoRotary

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvrecall.evaluate.asking import Asker
-from kvrecall.evaluate.conditions import Condition, conditions
+from kvrecall.evaluate.plan import Condition, conditions
 from tests.tiny import WORDS, tiny_tokenizer
 
 EXACT, PARIS = (f"{name}:sink_tokens=4;local_tokens=16;update_interval=8" for name in ("exact", "pariskv"))

@@ -7,9 +7,9 @@ import torch
 
 import kvrecall
 from kvrecall.core.errors import ParameterError
-from kvrecall.evaluate.calibrate import calibrate, searches, watch_answers, watch_queries
 from kvrecall.evaluate.plan import Plan
 from kvrecall.evaluate.suite import Suite
+from kvrecall.evaluate.tune import calibrate, searches, watch_answers, watch_queries
 from kvrecall.trigger import SemanticBoundary
 from tests.backends.models import tiny
 from tests.evaluate.asked import asker, compared

@@ -12,9 +12,8 @@ from transformers import DynamicCache
 from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.core.errors import InputFileError, ParameterError
 from kvrecall.evaluate import drift
-from kvrecall.evaluate.conditions import conditions
 from kvrecall.evaluate.drift import measure, prompt_of
-from kvrecall.evaluate.plan import Plan
+from kvrecall.evaluate.plan import Plan, conditions
 from kvrecall.evaluate.recall import top_k_recall
 from kvrecall.evaluate.runs import RunFolder
 from kvrecall.evaluate.suite import Suite

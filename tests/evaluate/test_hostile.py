@@ -16,13 +16,12 @@ from hypothesis import strategies as st
 
 from benchmarks.rows import write_csv
 from kvrecall.core.errors import InputFileError, ParameterError
-from kvrecall.evaluate.conditions import conditions
 from kvrecall.evaluate.expressions import same_answer
-from kvrecall.evaluate.plan import Plan
+from kvrecall.evaluate.plan import Plan, conditions
 from kvrecall.evaluate.problems import boxed, final_choice, read_problems
 from kvrecall.evaluate.runs import Shard, read_records
 from kvrecall.evaluate.summary import layer_recall, rounds, summarise, windows
-from kvrecall.evaluate.tasks.base import Turn, copied_share, says
+from kvrecall.evaluate.tasks import Turn, copied_share, says
 
 LENGTH = 100_000
 LOOPS = [

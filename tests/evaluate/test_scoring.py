@@ -9,7 +9,7 @@ import pytest
 from kvrecall.core.errors import ParameterError
 from kvrecall.evaluate.problems import boxed, final_choice
 from kvrecall.evaluate.summary import interval, pass_at_k, wilson
-from kvrecall.evaluate.tasks.base import Turn, copied_share, says, string_match_all
+from kvrecall.evaluate.tasks import Turn, copied_share, says, string_match_all
 
 
 def turn(*answers: str) -> Turn:

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvrecall.core.errors import FolderInUseError, ParameterError
-from kvrecall.evaluate.conditions import conditions
-from kvrecall.evaluate.plan import Plan, portions, share
+from kvrecall.evaluate.plan import Plan, conditions, portions, share
 from kvrecall.evaluate.runs import RunFolder, Shard, key_of, read_records
 from kvrecall.evaluate.suite import Suite
 from kvrecall.evaluate.summary import summarise

@@ -19,14 +19,12 @@ from kvrecall.core.errors import (
     UnknownNameError,
 )
 from kvrecall.engine.prompts import chat_prompt, next_turn
-from kvrecall.evaluate.conditions import conditions, described
-from kvrecall.evaluate.plan import Plan, configuration
+from kvrecall.evaluate.plan import Plan, conditions, configuration, described
 from kvrecall.evaluate.problems import read_problems
 from kvrecall.evaluate.runs import SAMPLES, RunFolder, key_of, read_records
 from kvrecall.evaluate.suite import Suite
 from kvrecall.evaluate.summary import heat_map, rounds, summarise
-from kvrecall.evaluate.tasks.base import Turn
-from kvrecall.evaluate.tasks.registry import generated
+from kvrecall.evaluate.tasks import Turn, generated
 from kvrecall.methods.files import save_method
 from kvrecall.methods.spec import listed
 from tests.evaluate.asked import PARIS, asker, compared, without_times, written

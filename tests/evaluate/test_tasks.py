@@ -12,9 +12,8 @@ from itertools import islice
 import pytest
 
 from kvrecall.core.errors import ParameterError, UnknownNameError
-from kvrecall.evaluate.tasks.base import Room
-from kvrecall.evaluate.tasks.registry import KNOWN, generated
-from kvrecall.evaluate.tasks.text import haystack, made_up, sentences, vocabulary
+from kvrecall.evaluate.tasks import KNOWN, Room, generated
+from kvrecall.evaluate.text import haystack, made_up, sentences, vocabulary
 
 
 def count(text: str) -> int:

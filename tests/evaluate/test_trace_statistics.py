@@ -17,7 +17,6 @@ from kvrecall.backends.transformers.rotary import rotaries_of
 from kvrecall.core.errors import InputFileError
 from kvrecall.evaluate.recall import prepared, replay
 from kvrecall.evaluate.trace import Trace, capture
-from kvrecall.evaluate.tune import _shape
 from tests.backends.models import tiny
 
 ZONES: dict[str, Any] = {"sink_tokens": 4, "local_tokens": 32, "update_interval": 16}
@@ -60,7 +59,7 @@ def test_the_table_is_the_model_s_embedding(trace: Trace) -> None:
 def test_replays_have_it(trace: Trace) -> None:
     method = kvrecall.methods.get("pariskv-balanced", top_k=8, **ZONES)
     assert prepared(trace, 2, method).shape.statistics is trace.layers[2].statistics
-    assert _shape(trace, 0).statistics is trace.layers[0].statistics
+    assert trace.layers[0].shape.statistics is trace.layers[0].statistics
     assert replay(trace, method)[-1].recall > 0
 
 

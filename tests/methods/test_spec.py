@@ -9,7 +9,7 @@ import pytest
 import kvrecall
 from kvrecall import methods
 from kvrecall.core.errors import InputFileError, KVRecallError, ParameterError
-from kvrecall.evaluate.conditions import conditions, described
+from kvrecall.evaluate.plan import conditions, described
 from kvrecall.index.page_means import PageMeans
 from kvrecall.methods.files import save_method
 from kvrecall.methods.spec import FORM, RECOMMENDED, parse

@@ -9,7 +9,7 @@ from scripts.tables.evaluation.pages import figure_name, generated_lines, swept
 from scripts.tables.evaluation.rows import Rows
 
 from kvrecall.evaluate import report as plots
-from kvrecall.evaluate.conditions import FULL as FULL_METHOD
+from kvrecall.evaluate.plan import FULL as FULL_METHOD
 from kvrecall.evaluate.summary import Row
 
 

@@ -13,7 +13,7 @@ from scripts.tables.evaluation.rows import FULL_NAME, Answer, Plan, Rows
 
 from kvrecall.evaluate.problems import is_drift
 from kvrecall.evaluate.summary import attended_text
-from kvrecall.evaluate.tasks.registry import generated
+from kvrecall.evaluate.tasks import generated
 
 Place = tuple[str, int]
 """A model and a context."""

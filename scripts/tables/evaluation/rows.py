@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 from scripts.results import runs_of, specs_of
 from scripts.tables.common import ROOT
 
-from kvrecall.evaluate.conditions import FULL
+from kvrecall.evaluate.plan import FULL
 
 FOLDER = ROOT / "benchmarks" / "results"
 FULL_NAME = "Full attention"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from kvrecall.cli.exits import EXIT_ERROR, EXIT_INTERRUPTED
-from kvrecall.cli.threads import wait_passively
+from kvrecall.cli.process import EXIT_ERROR, EXIT_INTERRUPTED, discard_stdout, opened_streams, wait_passively
 from kvrecall.core.errors import install_command
 
 
@@ -22,8 +21,6 @@ def main() -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
-    from kvrecall.cli.screen import discard_stdout, opened_streams
-
     opened_streams()
     try:
         app()

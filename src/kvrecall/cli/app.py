@@ -7,9 +7,7 @@ from typing import Annotated
 import typer
 
 import kvrecall
-from kvrecall.cli.ask import ask
-from kvrecall.cli.calibrate import calibrate
-from kvrecall.cli.chat import chat
+from kvrecall.cli.ask import ask, chat
 from kvrecall.cli.demo import demo
 from kvrecall.cli.eval import evaluate, report
 from kvrecall.cli.generate import generate
@@ -19,9 +17,8 @@ from kvrecall.cli.plan import plan
 from kvrecall.cli.read import read
 from kvrecall.cli.serve import serve
 from kvrecall.cli.sessions import sessions
-from kvrecall.cli.statistics import statistics
 from kvrecall.cli.trace import recall, trace
-from kvrecall.cli.tune import tune
+from kvrecall.cli.tune import calibrate, statistics, tune
 
 app = typer.Typer(
     name="kvrecall",

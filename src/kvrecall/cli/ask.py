@@ -1,21 +1,23 @@
-"""`kvrecall ask FILE…|SESSION QUESTION…`"""
+"""`kvrecall ask FILE…|SESSION QUESTION…` and `kvrecall chat FILE|SESSION`"""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from kvrecall.cli import options
-from kvrecall.cli.document import Choices, opened
+from kvrecall.cli.kept import disk_bytes
 from kvrecall.cli.options import non_empty
-from kvrecall.cli.report import answers_table, stats_table
-from kvrecall.cli.screen import printable, to_stdout
-from kvrecall.cli.verb import Result, notes, verb
-from kvrecall.core.errors import ParameterError
+from kvrecall.cli.screen import answers_table, details, note, notes, printable, seconds, size, stats_table, to_stdout
+from kvrecall.cli.session import Choices, Opened, opened
+from kvrecall.cli.verb import Result, verb
+from kvrecall.core.errors import InputFileError, KVRecallError, ParameterError
 from kvrecall.core.texts import check_no_name
 
 
@@ -28,38 +30,21 @@ def ask(
             help="Text files, UTF-8, in order, or the folder of a saved session; then one or several questions.",
         ),
     ],
-    keep: options.Keep = False,
-    model: options.DocumentModel = None,
-    method: options.DocumentMethod = None,
-    settings: options.Settings = None,
-    dtype: options.Dtype = None,
-    device: options.Device = None,
-    max_new_tokens: options.MaxNewTokens = 128,
-    chunk_tokens: options.SuitedChunkTokens = None,
-    temperature: options.Temperature = 0.0,
-    seed: options.Seed = None,
-    keep_limit: options.KeepLimit = options.DEFAULT_KEEP_LIMIT,
-    host_rows: options.HostRows = options.Rows.PLAIN,
-    as_json: options.AsJson = False,
+    choices: Choices,
 ) -> Result:
     """Answer questions about text files, which are read once, or about a saved session, which is not read again."""
     # What is cheap to get wrong is checked before the weights are loaded.
     sources, questions = split(sources_and_questions)
-    options.check_sampling(temperature, seed)
-    choices = Choices(model, method, settings, dtype, device, chunk_tokens, keep, keep_limit, as_json, host_rows=host_rows)
-    with opened(sources, choices, lambda document: document.check(questions, max_new_tokens)) as found:
-        shown = None if as_json else InTurn(questions)
+    with opened(sources, choices, lambda document: document.check(questions, choices.max_new_tokens)) as found:
+        shown = InTurn(questions)
         answers = found.document.ask(
             questions,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            seed=seed,
-            on_text=shown and shown.write,
-            on_answer=shown and shown.end,
+            **choices.sampling(),
+            on_text=shown.write,
+            on_answer=shown.end,
         )
         told = found.told() | {"answers": [answer_told(answer) for answer in answers]}
-    if not as_json:
-        _show(told)
+    _show(told)
     return told
 
 
@@ -129,6 +114,86 @@ class InTurn:
 
 def _show(told: Result) -> None:
     if len(told["answers"]) > 1:
-        notes().print(answers_table(told))
+        details().print(answers_table(told))
     else:
-        notes().print(stats_table({**told, **told["answers"][0]}))
+        details().print(stats_table({**told, **told["answers"][0]}))
+
+
+INSTRUCTION = "Answer from the text above."
+HELP = "Ask something. /save FOLDER saves document and conversation as a session, /quit ends."
+
+
+@dataclass(frozen=True)
+class ChatChoices(Choices):
+    """Answers in a conversation may be longer."""
+
+    max_new_tokens: options.MaxNewTokens = 512
+
+
+@verb
+def chat(
+    source: Annotated[Path, typer.Argument(metavar="FILE|SESSION", help="Text file, UTF-8, or the folder of a saved session.")],
+    choices: ChatChoices,
+) -> Result:
+    """Talk about a text file or a saved session; one question per line of standard input. /save FOLDER, /quit."""
+    with opened([source], choices, lambda document: document.check(["?"], choices.max_new_tokens), INSTRUCTION) as found:
+        told = _talk(found, source, choices.sampling() | {"chunk_tokens": choices.chunk_tokens})
+    return told
+
+
+def _talk(found: Opened, source: Path, limits: dict[str, Any]) -> Result:
+    from kvrecall.engine import Chat
+
+    talk, asks = Chat(found.document), _in_terminal()
+    turns: list[Result] = []
+    saved: list[str] = []
+    if asks:
+        notes().print(HELP)
+    while (line := _line(asks)) is not None:
+        command, _, rest = line.partition(" ")
+        if not line:
+            continue
+        if command == "/quit":
+            break
+        try:
+            if command == "/save":
+                folder = Path(rest.strip() or source)
+                if not rest.strip() and not source.is_dir():
+                    notes().print("note: /save needs a folder: /save notes.session")
+                    continue
+                info = talk.save(folder)
+                saved.append(str(folder))
+                note(f"saved: {info.tokens:,} tokens, {size(disk_bytes(folder))} in {folder}")
+            elif command[:1] == "/":
+                note(f"note: {command} is unknown. {HELP}")
+            else:
+                answer = talk.say(line, on_text=lambda text: to_stdout(printable(text)), **limits)
+                turns.append(answer_told(answer))
+                to_stdout("\n")
+                rate = f"{len(answer.tokens) / answer.decode_seconds:.1f} tokens/s" if answer.decode_seconds else "—"
+                first = f"first token {seconds(answer.first_token_seconds)}"
+                details().print(f"{first} · {rate} · {talk.tokens:,} tokens", style="dim")
+        except KeyboardInterrupt:
+            if not asks:
+                raise
+            notes().print("\nstopped; the conversation is as it was before this question")
+        except (KVRecallError, OSError) as error:
+            if not asks or isinstance(error, BrokenPipeError):
+                raise
+            notes().print(f"error: {error}", style="red", soft_wrap=True)  # a person can do something else
+    return found.told() | {"answers": turns, "tokens": talk.tokens, "saved": saved}
+
+
+def _in_terminal() -> bool:
+    """Whether a person types the questions, who sees a prompt and may stop an answer."""
+    return sys.stdin.isatty()
+
+
+def _line(asks: bool) -> str | None:
+    """The next line of standard input; None at its end."""
+    try:
+        return input("> " if asks else "").strip()
+    except EOFError:
+        return None
+    except UnicodeDecodeError as error:
+        raise InputFileError("standard input", f"is not UTF-8 text (byte {error.start:,})") from None

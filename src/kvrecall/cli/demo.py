@@ -18,10 +18,9 @@ from rich.text import Text
 
 from kvrecall.cli import options
 from kvrecall.cli.generate import answer, summary
-from kvrecall.cli.report import seconds, size, stats_table
-from kvrecall.cli.screen import printable, results, to_stdout
-from kvrecall.cli.session import Session, note, open_session, token_bar
-from kvrecall.cli.verb import Result, notes, status, verb
+from kvrecall.cli.screen import note, notes, printable, results, seconds, size, stats_table, status, to_stdout, token_bar
+from kvrecall.cli.session import Session, open_session
+from kvrecall.cli.verb import Result, verb
 
 QUESTIONS = 3
 EXCERPT_TOKENS = 1800
@@ -38,7 +37,6 @@ def demo(
     device: options.Device = None,
     max_new_tokens: options.MaxNewTokens = 48,
     chunk_tokens: options.SuitedChunkTokens = None,
-    as_json: options.AsJson = False,
 ) -> Result:
     """Read a town's log of 8,700 tokens, then answer questions about it with and without retrieval, and from disk."""
     chosen = options.method_of(method, settings)
@@ -47,7 +45,7 @@ def demo(
     from kvrecall.engine.prompts import DocumentPrompt
     from kvrecall.models import FALLBACK, default_model
 
-    session = open_session(model or default_model(note), dtype, device, quiet=as_json)
+    session = open_session(model or default_model(note), dtype, device)
     document, questions = harbour_log()
     questions = questions if every else questions[:QUESTIONS]
     if session.name == FALLBACK:
@@ -62,41 +60,34 @@ def demo(
     cache = RetrievalCache(session.model.config, chosen)
     cache.tokenizer = session.tokenizer
     start = time.perf_counter()
-    with token_bar(f"{session.name} reads the harbour log", quiet=as_json) as on_progress:
+    with token_bar(f"{session.name} reads the harbour log") as on_progress:
         engine.prefill(session.model, session.tensor(prompt.prefix), cache, chunk_tokens=chunk_tokens, on_progress=on_progress)
     read_seconds = time.perf_counter() - start
 
     console = results()
-    if not as_json:
-        console.print(
-            f"{session.name} read {len(prompt.prefix):,} tokens in {seconds(read_seconds)}, once for all questions.\n"
-        )
+    console.print(f"{session.name} read {len(prompt.prefix):,} tokens in {seconds(read_seconds)}, once for all questions.\n")
     # A fork keeps its zones, so both methods must agree about them.
     zones = {"sink_tokens": chosen.sink_tokens, "local_tokens": chosen.local_tokens, "update_interval": chosen.update_interval}
     full = Full(**zones)
     told: list[dict[str, Any]] = []
     for question, ids in zip(questions, prompts, strict=True):
-        if not as_json:
-            console.print(Text(question.question, style="bold"))
+        console.print(Text(question.question, style="bold"))
         row = {"question": question.question, "expected": question.answer, "depth": question.depth}
         for key, other in (("retrieval", chosen), ("full_attention", full)):
             fork = cache.fork(other)
-            write = to_stdout if key == "retrieval" and not as_json else None
+            write = to_stdout if key == "retrieval" else None
             limits = {"max_new_tokens": max_new_tokens, "chunk_tokens": chunk_tokens}
-            result = answer(session, ids, fork, **limits, quiet=as_json, write=write)
+            result = answer(session, ids, fork, write, **limits)
             about = summary(session, other, len(ids), result, fork)
             row[key] = {**about, "right": question.answered_by(about["answer"])}
             if write:
                 to_stdout("\n")
         told.append(row)
-        if not as_json:
-            console.print(_side_by_side(question, chosen.name, row))
-            console.print()
-    if not as_json:
-        _conclude(console, chosen.name, told)
-    again = _again(session, cache, questions[0], max_new_tokens, as_json)
-    if not as_json:
-        _show_again(console, again, read_seconds)
+        console.print(_side_by_side(question, chosen.name, row))
+        console.print()
+    _conclude(console, chosen.name, told)
+    again = _again(session, cache, questions[0], max_new_tokens)
+    _show_again(console, again, read_seconds)
     return {
         "model": session.name,
         "method": chosen.name,
@@ -119,16 +110,16 @@ def _side_by_side(question: Question, method: str, row: dict[str, Any]) -> Table
     return table
 
 
-def _again(session: Session, cache: Any, question: Question, max_new_tokens: int, quiet: bool) -> dict[str, Any]:
+def _again(session: Session, cache: Any, question: Question, max_new_tokens: int) -> dict[str, Any]:
     """The second act: what was read goes to disk, and the first question is asked again from there."""
     from kvrecall import engine
 
     with TemporaryDirectory() as folder:
         start = time.perf_counter()
-        with status("saving what was read", quiet):
+        with status("saving what was read"):
             info = cache.save(folder)
         saved = time.perf_counter()
-        with status("asking the saved session", quiet):
+        with status("asking the saved session"):
             document = engine.Document.of(session.model, session.tokenizer, Path(folder))
             (answer,) = document.ask(question.question, max_new_tokens=max_new_tokens)
         return {

@@ -14,10 +14,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvrecall.cli import options
 from kvrecall.cli.options import writable, writable_folder
-from kvrecall.cli.report import plain_table, size
-from kvrecall.cli.screen import results
-from kvrecall.cli.session import ProgressLog, open_session
-from kvrecall.cli.verb import Result, notes, verb
+from kvrecall.cli.screen import ProgressLog, as_json, details, notes, plain_table, results, size
+from kvrecall.cli.session import MODEL_OPTIONS, ModelOptions
+from kvrecall.cli.verb import Result, verb
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.texts import whole
 
@@ -57,10 +56,7 @@ def evaluate(
     out: Annotated[
         Path, typer.Option(help="Folder for results; a run that is in it already goes on, and may be asked for more.")
     ] = Path("eval"),
-    model: options.Model = options.DEFAULT_MODEL,
-    dtype: options.Dtype = None,
-    device: options.Device = None,
-    chunk_tokens: options.ChunkTokens = 1024,
+    given: ModelOptions = MODEL_OPTIONS,
     batch_tokens: Annotated[
         int, typer.Option(min=0, help="Samples whose contexts add up to so many tokens are answered together; pays on a GPU.")
     ] = 0,
@@ -71,14 +67,12 @@ def evaluate(
     shard: Annotated[
         str, typer.Option(help="Share of this process, i/n: n processes with the same options and i from 1 to n make one run.")
     ] = "1/1",
-    as_json: options.AsJson = False,
 ) -> Result:
     """Evaluate methods under budgets on generated tasks and local problem sets, beside full attention."""
     if tasks == "list":
-        return _list(as_json)
+        return _list()
 
-    from kvrecall.evaluate.conditions import conditions
-    from kvrecall.evaluate.plan import Plan, configuration
+    from kvrecall.evaluate.plan import Plan, conditions, configuration
     from kvrecall.evaluate.runs import RunFolder, Shard, read_records
     from kvrecall.methods.spec import listed
 
@@ -99,25 +93,24 @@ def evaluate(
     from kvrecall.evaluate.suite import Suite
     from kvrecall.evaluate.summary import summarise
 
-    session = open_session(model, dtype, device, quiet=as_json)
+    session = given.open()
     found = conditions(specs, counts, session.model.config.get_text_config(decoder=True).num_hidden_layers)
-    asker = Asker(session.model, session.tokenizer, chunk_tokens, None if capture else False, host_rows.value)
+    asker = Asker(session.model, session.tokenizer, given.chunk_tokens, None if capture else False, host_rows.value)
     suite = Suite(plan, asker, found, batch_tokens)
     place = str(session.model.dtype), session.model.device.type
-    settings = configuration(plan, session.name, *place, found, chunk_tokens, batch_tokens, capture, host_rows.value)
+    settings = configuration(plan, session.name, *place, found, given.chunk_tokens, batch_tokens, capture, host_rows.value)
     folder = RunFolder(out, settings, share)
     said = suite.notes()
     _tell(said)
     resumed = len(folder.records)
     if resumed:
         notes().print(f"{out} holds {resumed:,} samples of this run; it goes on from there", markup=False, soft_wrap=True)
-    with _progress(as_json, suite, folder) as told_of:
+    with _progress(suite, folder) as told_of:
         suite.run(folder, **told_of)
     records = read_records(out)  # also of other processes
     rows = summarise(records)
     counted = suite.counted_notes(rows)
-    if not as_json:
-        show(rows)
+    show(rows)
     _tell(counted)
     told = {"folder": str(out), "model": session.name, "samples": len(records), "resumed": resumed, "notes": said + counted}
     return told | {"rows": [row.to_dict() for row in rows]}
@@ -127,7 +120,6 @@ def evaluate(
 def report(
     folder: Annotated[Path, typer.Argument(help="Folder that `kvrecall eval --out` wrote.")],
     out: Annotated[Path | None, typer.Option(help="File to write; report.html in the folder if left out.")] = None,
-    as_json: options.AsJson = False,
 ) -> Result:
     """Write a run as one HTML page with tables and plots."""
     from kvrecall.evaluate.report import write_page
@@ -136,8 +128,7 @@ def report(
     read_config(folder)  # raises before a file is made if it is no run
     target = writable(folder / "report.html" if out is None else out)
     told = write_page(folder, target)
-    if not as_json:
-        notes().print(f"wrote {target}: {told['rows']} rows, {told['plots']} plots, {size(told['bytes'])}", markup=False)
+    details().print(f"wrote {target}: {told['rows']} rows, {told['plots']} plots, {size(told['bytes'])}", markup=False)
     return {"file": str(target)} | told
 
 
@@ -192,11 +183,11 @@ def _or_dash(value: float | None, form: str) -> str:
 
 
 @contextmanager
-def _progress(quiet: bool, suite: Suite, folder: RunFolder) -> Iterator[dict[str, Any]]:
+def _progress(suite: Suite, folder: RunFolder) -> Iterator[dict[str, Any]]:
     """Callbacks for the suite: a progress bar, or without a terminal a line per finished cell."""
     console = notes()
-    if quiet or not console.is_terminal:
-        yield _log(ProgressLog(quiet), suite.missing(folder))
+    if as_json() or not console.is_terminal:
+        yield _log(ProgressLog(), suite.missing(folder))
         return
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True) as progress:
@@ -228,9 +219,9 @@ def _log(log: ProgressLog, missing: Counter[Cell]) -> dict[str, Any]:
     return {"on_record": on_record}
 
 
-def _list(as_json: bool) -> Result:
+def _list() -> Result:
     from kvrecall.evaluate.problems import DRIFT, FORMATS
-    from kvrecall.evaluate.tasks.registry import KNOWN
+    from kvrecall.evaluate.tasks import KNOWN
 
     found = [
         (f"{name}:N" if k.meaning else name, f"{k.summary}" + (f" (N {k.meaning}: {k.argument})" if k.meaning else ""))
@@ -238,11 +229,10 @@ def _list(as_json: bool) -> Result:
     ]
     found.append((f"{DRIFT} or {DRIFT}:FILE", "long generation: agreement, divergence and recall along the tokens"))
     found += [(f"{name}:FILE", "problems from a local file of JSON lines; pass@k with --attempts") for name in FORMATS]
-    if not as_json:
-        table = plain_table()
-        for name, summary in found:
-            table.add_row(name, summary)
-        results().print(table)
+    table = plain_table()
+    for name, summary in found:
+        table.add_row(name, summary)
+    results().print(table)
     return {"tasks": [{"name": name, "summary": summary} for name, summary in found]}
 
 

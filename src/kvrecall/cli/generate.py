@@ -11,10 +11,9 @@ import typer
 
 from kvrecall.cli import options
 from kvrecall.cli.options import non_empty, read_text
-from kvrecall.cli.report import stats_table
-from kvrecall.cli.screen import printable, to_stdout
-from kvrecall.cli.session import Session, open_session, token_bar
-from kvrecall.cli.verb import Result, notes, verb
+from kvrecall.cli.screen import OnProgress, details, printable, stats_table, to_stdout, token_bar
+from kvrecall.cli.session import Session, open_session
+from kvrecall.cli.verb import Result, verb
 from kvrecall.core.errors import ContextLengthError, ParameterError
 
 
@@ -33,7 +32,6 @@ def generate(
     temperature: options.Temperature = 0.0,
     seed: options.Seed = None,
     host_rows: options.HostRows = options.Rows.PLAIN,
-    as_json: options.AsJson = False,
 ) -> Result:
     """Answer a prompt, or continue a text."""
     if (prompt is None) == (prompt_file is None):
@@ -46,7 +44,7 @@ def generate(
     from kvrecall import RetrievalCache
     from kvrecall.engine import prompts
 
-    session = open_session(model, dtype, device, quiet=as_json)
+    session = open_session(model, dtype, device)
     ids = (prompts.raw_prompt if raw else prompts.chat_prompt)(session.tokenizer, text)
     limit = session.limit_tokens
     if limit is not None and max_new_tokens >= limit:
@@ -56,67 +54,36 @@ def generate(
     if limit is not None and len(ids) + max_new_tokens > limit:
         raise ContextLengthError("prompt", max(0, limit - max_new_tokens), len(ids))
     cache = RetrievalCache(session.model.config, chosen, host_rows=host_rows.value)
-    result = answer(
-        session,
-        ids,
-        cache,
-        max_new_tokens=max_new_tokens,
-        chunk_tokens=chunk_tokens,
-        temperature=temperature,
-        seed=seed,
-        quiet=as_json,
-        write=None if as_json else to_stdout,
-    )
+    limits = {"max_new_tokens": max_new_tokens, "chunk_tokens": chunk_tokens, "temperature": temperature, "seed": seed}
+    result = answer(session, ids, cache, to_stdout, **limits)
     told = summary(session, chosen, len(ids), result, cache)
-    if not as_json:
-        to_stdout("\n")
-        notes().print(stats_table(told))
+    to_stdout("\n")
+    details().print(stats_table(told))
     return told
 
 
-def answer(
-    session: Session,
-    ids: list[int],
-    cache: Any,
-    *,
-    max_new_tokens: int,
-    chunk_tokens: int | None,
-    temperature: float = 0.0,
-    seed: int | None = None,
-    quiet: bool = False,
-    write: Callable[[str], None] | None = None,
-) -> Any:
-    """Runs the engine under two bars, prefill and decode; returns its result.
+def answer(session: Session, ids: list[int], cache: Any, write: Callable[[str], None] | None, **limits: Any) -> Any:
+    """Runs `engine.generate` with these parameters under two bars, prefill and decode; returns its result.
 
     With `write` the text is passed on as it comes, instead of the second bar.
     """
     from kvrecall import engine
 
     with ExitStack() as bars:
-        on_prefill = bars.enter_context(token_bar("reading", quiet))
-        on_token: Callable[[int], None] | None = None
+        on_prefill = bars.enter_context(token_bar("reading"))
+        update: OnProgress | None = None
 
         def decode(count: int) -> None:
-            nonlocal on_token
-            if on_token is None:
+            nonlocal update
+            if update is None:
                 bars.close()  # two live displays cannot share a screen
-                update = bars.enter_context(token_bar("answering", quiet or write is not None))
-                on_token = lambda n: update(n, max_new_tokens)  # noqa: E731
-            on_token(count)
+                update = bars.enter_context(token_bar("answering", write is not None))
+            update(count, limits["max_new_tokens"])
 
         return engine.generate(
-            session.model,
-            session.tokenizer,
-            session.tensor(ids),
-            cache,
-            max_new_tokens=max_new_tokens,
-            chunk_tokens=chunk_tokens,
-            on_prefill=on_prefill,
-            on_text=None if write is None else lambda text: write(printable(text)),
-            on_token=decode,
-            temperature=temperature,
-            seed=seed,
-        )
+            session.model, session.tokenizer, session.tensor(ids), cache, on_prefill=on_prefill, on_token=decode,
+            on_text=None if write is None else lambda text: write(printable(text)), **limits,
+        )  # fmt: skip
 
 
 def summary(session: Session, method: Any, prompt_tokens: int, result: Any, cache: Any) -> dict[str, Any]:

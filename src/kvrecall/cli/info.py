@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvrecall.cli import options
 from kvrecall.cli.kept import disk_bytes
 from kvrecall.cli.models import known_models
-from kvrecall.cli.report import plain_table, size
-from kvrecall.cli.screen import results
-from kvrecall.cli.threads import waiting
+from kvrecall.cli.process import waiting
+from kvrecall.cli.screen import plain_table, results, size
 from kvrecall.cli.verb import Result, verb
 
 if TYPE_CHECKING:
@@ -26,12 +24,10 @@ PACKAGES = ("torch", "transformers", "numba", "triton", "numpy", "gguf", "accele
 
 
 @verb
-def info(
-    session: Annotated[Path | None, typer.Argument(help="Folder of a saved session.")] = None, as_json: options.AsJson = False
-) -> Result:
+def info(session: Annotated[Path | None, typer.Argument(help="Folder of a saved session.")] = None) -> Result:
     """Show versions, devices, methods and models; or what a saved session holds."""
     if session is not None:
-        return _about_session(session, as_json)
+        return _about_session(session)
 
     from kvrecall import methods
 
@@ -41,12 +37,11 @@ def info(
         "methods": [methods.describe(name) for name in methods.names()],
         "models": known_models(),
     }
-    if not as_json:
-        _show(told)
+    _show(told)
     return told
 
 
-def _about_session(folder: Path, as_json: bool) -> Result:
+def _about_session(folder: Path) -> Result:
     from kvrecall.backends.transformers.session import read_info
 
     held = read_info(folder)
@@ -68,23 +63,20 @@ def _about_session(folder: Path, as_json: bool) -> Result:
         "files": held.about.get("files", []),
         "first_words": held.about.get("first_words"),
     }
-    if not as_json:
-        table = plain_table()
-        table.add_row("session", told["folder"])
-        read = "" if told["whole"] else f" of {whole:,}: go on with `kvrecall read` and the same files"
-        several = f", {held.sequences} sequences" if held.sequences > 1 else ""
-        table.add_row("tokens", f"{held.tokens:,}{read}{several}")
-        table.add_row(
-            "on disk", f"{size(told['disk_bytes'])}, rows {'as they are' if held.rows == 'plain' else 'in ' + held.rows}"
-        )
-        table.add_row("model", f"{told['model'] or 'a model'} ({held.model}, {held.dtype})")
-        settings = ", ".join(f"{name}={value}" for name, value in held.settings.items())
-        table.add_row("method", held.method + (f" ({settings})" if settings else ""))
-        if told["files"]:
-            table.add_row("read from", ", ".join(told["files"]))
-        if told["first_words"]:
-            table.add_row("first words", told["first_words"])
-        results().print(table)
+    table = plain_table()
+    table.add_row("session", told["folder"])
+    read = "" if told["whole"] else f" of {whole:,}: go on with `kvrecall read` and the same files"
+    several = f", {held.sequences} sequences" if held.sequences > 1 else ""
+    table.add_row("tokens", f"{held.tokens:,}{read}{several}")
+    table.add_row("on disk", f"{size(told['disk_bytes'])}, rows {'as they are' if held.rows == 'plain' else 'in ' + held.rows}")
+    table.add_row("model", f"{told['model'] or 'a model'} ({held.model}, {held.dtype})")
+    settings = ", ".join(f"{name}={value}" for name, value in held.settings.items())
+    table.add_row("method", held.method + (f" ({settings})" if settings else ""))
+    if told["files"]:
+        table.add_row("read from", ", ".join(told["files"]))
+    if told["first_words"]:
+        table.add_row("first words", told["first_words"])
+    results().print(table)
     return told
 
 

@@ -9,10 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from kvrecall.cli import options
-from kvrecall.cli.report import plain_table, size
-from kvrecall.cli.screen import results
-from kvrecall.cli.session import note
+from kvrecall.cli.screen import as_json, note, plain_table, results, size, to_stdout
 from kvrecall.cli.verb import Result, verb
 from kvrecall.core.errors import KVRecallError, ParameterError
 
@@ -46,28 +43,27 @@ def _bytes(folders: list[Path]) -> int:
 
 @models.command("list")
 @verb
-def list_models(as_json: options.AsJson = False) -> Result:
+def list_models() -> Result:
     """List the known models, where their files are, and what unpacked copies take."""
     from kvrecall.models.files import hub_cache, models_dir
     from kvrecall.models.unpacked import copies
 
     folder, cache, unpacked = str(models_dir()), str(hub_cache()), _bytes(copies())
     rows = known_models()
-    if not as_json:
-        table = plain_table(None, "name", "state", "size", "unpacked", "licence", "what it is", prose=True)
-        for row in rows:
-            name, sizes = row["name"] + (" (default)" if row["default"] else ""), (row["bytes"], row["unpacked_bytes"])
-            table.add_row(name, row["state"], *map(size, sizes), row["licence"], row["description"])
-        results().print(table)
-        for line in (f"\nfolders: {folder}, then the model hub's cache {cache}", OTHER_MODELS,
-                     f"unpacked copies, of other files too: {size(unpacked)}"):  # fmt: skip
-            results().print(Text(line), soft_wrap=True)
+    table = plain_table(None, "name", "state", "size", "unpacked", "licence", "what it is", prose=True)
+    for row in rows:
+        name, sizes = row["name"] + (" (default)" if row["default"] else ""), (row["bytes"], row["unpacked_bytes"])
+        table.add_row(name, row["state"], *map(size, sizes), row["licence"], row["description"])
+    results().print(table)
+    for line in (f"\nfolders: {folder}, then the model hub's cache {cache}", OTHER_MODELS,
+                 f"unpacked copies, of other files too: {size(unpacked)}"):  # fmt: skip
+        results().print(Text(line), soft_wrap=True)
     return {"folder": folder, "hub_cache": cache, "models": rows, "unpacked_bytes": unpacked}
 
 
 @models.command("pull")
 @verb
-def pull_models(names: Names = None, as_json: options.AsJson = False) -> Result:
+def pull_models(names: Names = None) -> Result:
     """Fetch models from the hub and verify them (the default one if none is named)."""
     from kvrecall.models import DEFAULT, find, pull
     from kvrecall.models.registry import known
@@ -75,16 +71,15 @@ def pull_models(names: Names = None, as_json: options.AsJson = False) -> Result:
     rows = []
     for model in [known(name) for name in names or [DEFAULT]]:
         fetched = find(model.name) is None
-        path = pull(model.name, None if as_json else note)
+        path = pull(model.name, None if as_json() else note)
         rows.append({"name": model.name, "path": str(path), "bytes": model.bytes, "fetched": fetched})
-        if not as_json:
-            print(f"{model.name}: {'fetched and verified' if fetched else 'already there'}, {path}")
+        to_stdout(f"{model.name}: {'fetched and verified' if fetched else 'already there'}, {path}\n")
     return {"models": rows}
 
 
 @models.command("check")
 @verb
-def check_models(names: Names = None, as_json: options.AsJson = False) -> Result:
+def check_models(names: Names = None) -> Result:
     """Compute the hashes of stored models again (all that are here if none is named). Exit code 2 if any is wrong."""
     from kvrecall.models import KNOWN, check
     from kvrecall.models.files import files_of
@@ -97,11 +92,10 @@ def check_models(names: Names = None, as_json: options.AsJson = False) -> Result
             rows.append({"name": name, "path": str(check(name)), "ok": True})
         except KVRecallError as error:
             errors.append(error)
-    if not as_json:
-        print(*(f"{row['name']}: ok, {row['path']}\n" for row in rows), sep="", end="")
+    to_stdout("".join(f"{row['name']}: ok, {row['path']}\n" for row in rows))
     if errors:
         raise errors[0]
-    if not chosen and not as_json:
+    if not chosen and not as_json():
         note("no models here yet; `kvrecall models pull` fetches the default one")
     return {"models": rows}
 
@@ -113,7 +107,6 @@ def remove_models(
     only_unpacked: Annotated[
         bool, typer.Option("--unpacked", help="Only unpacked copies (all if none is named); the next load makes them again.")
     ] = False,
-    as_json: options.AsJson = False,
 ) -> Result:
     """Delete models, from the model hub's cache too, and their unpacked copies."""
     from kvrecall.models.files import remove
@@ -131,6 +124,5 @@ def remove_models(
             shutil.rmtree(folder)
         freed += remove(name) if name and not only_unpacked else 0
         rows.append({"name": name, "bytes": freed})
-        if not as_json:
-            print(f"{name or 'all unpacked copies'}: {size(freed)} freed")
+        to_stdout(f"{name or 'all unpacked copies'}: {size(freed)} freed\n")
     return {"models": rows}

@@ -47,7 +47,6 @@ SuitedChunkTokens = Annotated[
 ]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")]
 Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
 class Rows(StrEnum):

@@ -8,9 +8,8 @@ import typer
 
 from kvrecall.cli import options
 from kvrecall.cli.options import Engine
-from kvrecall.cli.report import plain_table, size
-from kvrecall.cli.screen import results
-from kvrecall.cli.verb import Result, notes, status, verb
+from kvrecall.cli.screen import note, plain_table, results, size, status
+from kvrecall.cli.verb import Result, verb
 from kvrecall.core.errors import ParameterError
 
 _VLLM_METHOD = "pariskv-balanced"
@@ -39,7 +38,6 @@ def plan(
         int, typer.Option(min=0, help="Of vLLM: tokens of a draft, as in its --speculative-config; 0 for no drafts.")
     ] = 0,
     host_rows: options.HostRows = options.Rows.PLAIN,
-    as_json: options.AsJson = False,
 ) -> Result:
     """Tell how much memory, and disk as a session, a context needs, before anything is loaded. Weights count for vLLM alone."""
     context_tokens = options.token_count(context)
@@ -51,7 +49,7 @@ def plan(
         options.check_plain(host_rows, "vLLM")
         return _vllm(
             model, method or _VLLM_METHOD, settings, context_tokens, batch, dtype, ranks, block_size, host_memory,
-            device_memory, num_speculative_tokens, as_json,
+            device_memory, num_speculative_tokens,
         )  # fmt: skip
     for name, value in ours.items():
         if value is not None:
@@ -62,15 +60,14 @@ def plan(
     from kvrecall.models import as_dtype, load_config
 
     kind = as_dtype(dtype)
-    with status(f"reading the config of {model}", quiet=as_json):
+    with status(f"reading the config of {model}"):
         config = load_config(model)
     limit = _limit(model, config, context_tokens)
     told = running.plan(
         config, context_tokens=context_tokens, method=chosen, batch=batch, dtype=kind, host_rows=host_rows.value
     ).to_dict()
     told["model_context_tokens"], told["host_rows"] = limit, host_rows.value
-    if not as_json:
-        _show(model, told)
+    _show(model, told)
     return told
 
 
@@ -81,23 +78,23 @@ def _limit(model: str, config: Any, context_tokens: int) -> int | None:
     limit = context_limit(config)
     if limit and context_tokens > limit:
         said = f"{model} was made for contexts of up to {limit:,} tokens: other verbs refuse {context_tokens:,}"
-        notes().print(f"note: {said}", soft_wrap=True)
+        note(f"note: {said}")
     return limit
 
 
 def _vllm(
     model: str, method: str, settings: list[str] | None, context_tokens: int, batch: int, dtype: str, ranks: int,
-    block_size: int | None, host_memory: str | None, device_memory: str | None, num_speculative_tokens: int, as_json: bool,
+    block_size: int | None, host_memory: str | None, device_memory: str | None, num_speculative_tokens: int,
 ) -> Result:  # fmt: skip
     """The plan for vLLM's workers."""
-    from kvrecall.engine.plan_vllm import plan_vllm
+    from kvrecall.engine.memory import plan_vllm
     from kvrecall.models import as_dtype, load_config
     from kvrecall.step.memory import bytes_of
     from kvrecall.step.settings import BLOCK_TOKENS
 
     given: dict[str, Any] = {"method": method, **options.settings_of(settings)}
     given |= {} if host_memory is None else {"host_memory": host_memory}
-    with status(f"reading the config of {model}", quiet=as_json):
+    with status(f"reading the config of {model}"):
         config = load_config(model)
     limit = _limit(model, config, context_tokens)
     told = plan_vllm(
@@ -107,8 +104,7 @@ def _vllm(
         num_speculative_tokens=num_speculative_tokens,
     ).to_dict()  # fmt: skip
     told["model_context_tokens"] = limit
-    if not as_json:
-        _show_vllm(model, told)
+    _show_vllm(model, told)
     return told
 
 

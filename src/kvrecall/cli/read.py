@@ -9,13 +9,11 @@ from typing import Annotated, Any
 import typer
 
 from kvrecall.cli import options
-from kvrecall.cli.document import plain
 from kvrecall.cli.kept import disk_bytes
 from kvrecall.cli.options import read_text, writable_folder
-from kvrecall.cli.report import plain_table, seconds, size
-from kvrecall.cli.screen import results
-from kvrecall.cli.session import open_session, token_bar
-from kvrecall.cli.verb import Result, notes, status, verb
+from kvrecall.cli.screen import details, note, plain_table, results, seconds, size, status, token_bar
+from kvrecall.cli.session import open_session, plain
+from kvrecall.cli.verb import Result, verb
 
 _SAVE_SECONDS = 30.0
 """Between two saves while reading, at least; and at least ten times what a save takes."""
@@ -35,7 +33,6 @@ def read(
         options.Rows, typer.Option(help="fp8 takes eight bits per number on the disk, at a loss.")
     ] = options.Rows.PLAIN,
     host_rows: options.HostRows = options.Rows.PLAIN,
-    as_json: options.AsJson = False,
 ) -> Result:
     """Read text files into a saved session, for `ask` and `chat`. Interrupted, or with more files, the same call goes on."""
     texts = [read_text(file) for file in files]
@@ -44,17 +41,17 @@ def read(
 
     from kvrecall import engine
 
-    session = open_session(model, dtype, device, quiet=as_json)
+    session = open_session(model, dtype, device)
     document = engine.Document.of(session.model, session.tokenizer, texts, method=chosen, host_rows=host_rows.value)
     document.check(["?"], 1)
     document.about |= {"model": session.name, "files": [plain(file) for file in files]}
     held = 0
     if begun:
-        with status("loading the session", as_json):
+        with status("loading the session"):
             held = document.resume(out)
-        if not as_json and 0 < held < document.tokens:
-            notes().print(f"going on behind the {held:,} tokens that {out} holds", soft_wrap=True)
-    info = _read_and_save(document, out, rows.value, chunk_tokens, as_json)
+        if 0 < held < document.tokens:
+            details().print(f"going on behind the {held:,} tokens that {out} holds", soft_wrap=True)
+    info = _read_and_save(document, out, rows.value, chunk_tokens)
     told = {
         "folder": str(out),
         "model": session.name,
@@ -66,12 +63,11 @@ def read(
         "load_seconds": round(session.load_seconds, 3),
         "read_seconds": round(document.read_seconds, 3),
     }
-    if not as_json:
-        table = plain_table()
-        table.add_row("session", f"{out}: {info.tokens:,} tokens, {size(told['disk_bytes'])}")
-        table.add_row("model, method", f"{session.name}, {info.method}")
-        table.add_row("read", f"{told['tokens_read']:,} tokens, {seconds(document.read_seconds)} with what was loaded")
-        results().print(table)
+    table = plain_table()
+    table.add_row("session", f"{out}: {info.tokens:,} tokens, {size(told['disk_bytes'])}")
+    table.add_row("model, method", f"{session.name}, {info.method}")
+    table.add_row("read", f"{told['tokens_read']:,} tokens, {seconds(document.read_seconds)} with what was loaded")
+    results().print(table)
     return told
 
 
@@ -82,7 +78,7 @@ def _begun(out: Path) -> bool:
     return out.exists() and holds_session(out)
 
 
-def _read_and_save(document: Any, out: Path, rows: str, chunk_tokens: int | None, quiet: bool) -> Any:
+def _read_and_save(document: Any, out: Path, rows: str, chunk_tokens: int | None) -> Any:
     """Reads, and saves from time to time, so that little is lost whatever ends this process."""
     start = last = time.monotonic()
     pause = _SAVE_SECONDS
@@ -95,7 +91,7 @@ def _read_and_save(document: Any, out: Path, rows: str, chunk_tokens: int | None
         pause = max(_SAVE_SECONDS, 10 * (last - start))
         return info
 
-    with token_bar("reading", quiet) as on_progress:
+    with token_bar("reading") as on_progress:
 
         def told(done: int, total: int) -> None:
             on_progress(done, total)
@@ -108,7 +104,7 @@ def _read_and_save(document: Any, out: Path, rows: str, chunk_tokens: int | None
             if held := document.cache.get_seq_length():
                 save()
                 said = f"{held:,} of {document.tokens:,} tokens are in {out} after {seconds(time.monotonic() - start)}"
-                notes().print(f"{said}; the same call goes on from there", soft_wrap=True)
+                note(f"{said}; the same call goes on from there")
             raise
-        with status("saving", quiet):
+        with status("saving"):
             return save()

@@ -1,21 +1,27 @@
-"""Safe output to a terminal: no control characters, no markup in tables, closed streams."""
+"""What a verb shows: consoles, tables, sizes and times, progress. Safe output: no control characters, no markup in tables."""
 
 from __future__ import annotations
 
-import os
 import sys
+import time
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from copy import copy
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+OnProgress = Callable[[int, int], None]
+_as_json: ContextVar[bool] = ContextVar("as_json", default=False)
 _SEPARATORS = "\u2028\u2029"
 
 
@@ -103,10 +109,31 @@ class PlainTable(Table):
         return part
 
 
+def as_json() -> bool:
+    """Whether the verb that runs prints one JSON object and nothing else: tables, progress and answers are left out then."""
+    return _as_json.get()
+
+
+@contextmanager
+def only_json(chosen: bool) -> Iterator[None]:
+    """Sets `as_json` inside."""
+    before = _as_json.set(chosen)
+    try:
+        yield
+    finally:
+        _as_json.reset(before)
+
+
 def to_stdout(text: str) -> None:
     """Writes a piece of an answer at once."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    if not as_json():
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def results(width: int | None = None) -> Screen:
+    """The console for tables that are a verb's result: standard output."""
+    return Screen(file=sys.stdout, highlight=False, width=width, quiet=as_json())
 
 
 def notes() -> Screen:
@@ -114,32 +141,143 @@ def notes() -> Screen:
     return Screen(stderr=True, highlight=False)
 
 
-def results(width: int | None = None) -> Screen:
-    """The console for tables that are a verb's result: standard output."""
-    return Screen(file=sys.stdout, highlight=False, width=width)
+def details() -> Screen:
+    """As `notes`, for what the JSON object says, too."""
+    return Screen(stderr=True, highlight=False, quiet=as_json())
 
 
-def opened_streams() -> None:
-    """Opens missing standard output or error (`>&-`), because the next opened file would get their number."""
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        if getattr(sys, name) is None:
-            taken = os.open(os.devnull, os.O_WRONLY)
-            if taken != number:
-                os.dup2(taken, number)
-                os.close(taken)
-            setattr(sys, name, open(number, "w", encoding="utf-8", closefd=False))  # noqa: SIM115
+def note(said: str) -> None:
+    """A line on standard error."""
+    notes().print(said, soft_wrap=True)
 
 
-def discard_stdout() -> None:
-    """Drops unwritten output, because Python would write it at exit and print a traceback."""
-    try:
-        sys.stdout.flush()
+def size(count: float | None) -> str:
+    """Bytes in binary units: 1536 -> '1.5 KiB'."""
+    if count is None:
+        return "unknown"
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def seconds(value: float) -> str:
+    """Time with a suitable unit: 0.0031 -> '3.1 ms'."""
+    return f"{value * 1e3:.1f} ms" if value < 1 else f"{value:.1f} s"
+
+
+def plain_table(title: str | None = None, *headings: str, keys: int = 1, prose: bool = False) -> PlainTable:
+    """A table without frames; two nameless columns, name and value, if there are no headings. keys, prose: see `PlainTable`."""
+    table = PlainTable(
+        title=title, title_justify="left", box=None, show_header=bool(headings), pad_edge=False, padding=(0, 2, 0, 0),
+        keys=keys, prose=prose,
+    )  # fmt: skip
+    for heading in headings or ("", ""):
+        table.add_column(heading)
+    return table
+
+
+@contextmanager
+def status(message: str) -> Iterator[None]:
+    """A spinner for work without a progress measure."""
+    console = notes()
+    if as_json() or not console.is_terminal:
+        yield
         return
-    except (OSError, ValueError):
-        pass
-    try:
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())
-        os.close(null)
-    except (OSError, ValueError):  # a stream without a file, as in tests
-        pass
+    with console.status(Text(message)):
+        yield
+
+
+@contextmanager
+def token_bar(title: str, quiet: bool = False) -> Iterator[OnProgress]:
+    """A bar in tokens that vanishes when done."""
+    console = notes()
+    if quiet or as_json() or not console.is_terminal:
+        log = ProgressLog(quiet)
+        yield lambda done, total: log.tell(lambda: f"{title}: {done:,} of {total:,}", last=done >= total)
+        return
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(title, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+class ProgressLog:
+    """Lines on standard error in place of a bar where that is no terminal: what takes seconds leaves none, what takes minutes
+    one every half a minute, and one at its end."""
+
+    EVERY_SECONDS = 30.0
+
+    def __init__(self, quiet: bool = False) -> None:
+        self.quiet = quiet or as_json()
+        self.start = self.told = time.perf_counter()
+
+    def tell(self, line: Callable[[], str], last: bool = False, always: bool = False) -> None:
+        """Writes the line and the time, if it is due. last: nothing follows. always: whether it is due or not."""
+        now = time.perf_counter()
+        waited = now - (self.start if last else self.told)
+        if self.quiet or not (always or waited >= self.EVERY_SECONDS):
+            return
+        self.told = now
+        notes().print(f"{line()}, {timedelta(seconds=round(now - self.start))}", soft_wrap=True)
+
+
+def _moved(total: dict[str, Any]) -> str:
+    if not total["bytes_to_device"] + total["bytes_to_host"]:
+        return "nothing: the CPU computes where the rows lie"
+    return f"to device {size(total['bytes_to_device'])}, to host {size(total['bytes_to_host'])}"
+
+
+def stats_table(summary: dict[str, Any]) -> PlainTable:
+    """The table under an answer, from its JSON result (see `generate.summary` and `ask.answer_told`)."""
+    total = summary["stats"]["total"]
+    zones, stages = total["tokens"], total["stage_seconds"]
+    held = sum(zones.values())
+    table = plain_table()
+    new, decode = summary["new_tokens"], summary["decode_seconds"]
+    rate = f"{new / decode:.1f} tokens/s" if decode > 0 else "—"
+    table.add_row("model, method", f"{summary['model']}, {summary['method']}")
+    if summary["settings"]:
+        table.add_pieces("settings", (f"{name}={value}" for name, value in summary["settings"].items()))
+    table.add_row("prompt, answer", f"{summary['prompt_tokens']:,} tokens, {new:,} tokens")
+    if "read_seconds" in summary:
+        times = [summary[name] for name in ("read_seconds", "first_token_seconds", "decode_seconds")]
+        table.add_row(f"{_got(summary)}, first, decode", f"{', '.join(map(seconds, times))} ({rate})")
+    else:
+        table.add_row("prefill, decode", f"{seconds(summary['prefill_seconds'])}, {seconds(decode)} ({rate})")
+    table.add_pieces("tokens per zone", (f"{name} {count:,}" for name, count in zones.items()))
+    share = f" ({total['attended_per_step'] / held:.1%} of {held:,})" if held else ""
+    table.add_row("attended per step", f"{total['attended_per_step']:,.0f} tokens per KV head{share}")
+    table.add_row("held", f"device {size(total['device_bytes'])}, host {size(total['host_bytes'])}")
+    kept = f" ({size(total['bytes_saved'])} re-used)" if total["bytes_saved"] else ""
+    table.add_row("rows fetched", size(total["bytes_fetched"]) + kept)
+    table.add_row("moved", _moved(total))
+    table.add_row("searches, reused rows", f"{total['searches']:,}, {total['reused_rows']:,}")
+    if stages:
+        table.add_pieces("time per stage", (f"{name} {seconds(value)}" for name, value in stages.items()))
+    return table
+
+
+def _got(told: dict[str, Any]) -> str:
+    """How the document came into the cache."""
+    return "loading" if told.get("session") and told["session"]["found"] else "reading"
+
+
+def answers_table(told: dict[str, Any]) -> PlainTable:
+    """The table under several answers, from their JSON result."""
+    table = plain_table()
+    answers = told["answers"]
+    table.add_row("model, method", f"{told['model']}, {told['method']}")
+    if told["settings"]:
+        table.add_pieces("settings", (f"{name}={value}" for name, value in told["settings"].items()))
+    table.add_row(_got(told), f"{told['document_tokens']:,} tokens in {seconds(told['read_seconds'])}, once for all questions")
+    first = [answer["first_token_seconds"] for answer in answers]
+    table.add_row("first token", f"{seconds(min(first))} to {seconds(max(first))} after its question")
+    new, last = sum(answer["new_tokens"] for answer in answers), max(answer["decode_seconds"] for answer in answers)
+    table.add_row("answers", f"{new:,} tokens together, the longest in {seconds(last)}")
+    totals = [answer["stats"]["total"] for answer in answers]
+    attended = sum(total["attended_per_step"] for total in totals) / len(totals)
+    table.add_row("attended per step", f"{attended:,.0f} tokens per KV head")
+    return table

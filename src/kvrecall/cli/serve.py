@@ -13,10 +13,10 @@ import typer
 
 from kvrecall.cli import options
 from kvrecall.cli.options import Engine
-from kvrecall.cli.report import size
+from kvrecall.cli.process import leave_environment
+from kvrecall.cli.screen import as_json, note, size, to_stdout
 from kvrecall.cli.session import open_session
-from kvrecall.cli.threads import leave_environment
-from kvrecall.cli.verb import Result, notes, verb
+from kvrecall.cli.verb import Result, verb
 from kvrecall.core.errors import KVRecallError, MissingPackageError, ModelFilesError, ParameterError, install_command
 from kvrecall.core.extras import require_server
 from kvrecall.core.texts import byte_count
@@ -53,7 +53,6 @@ def serve(
         typer.Option(help="Host memory for prompts that were read, such as 4g; a quarter of it if left out. transformers."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run, and start nothing.")] = False,
-    as_json: options.AsJson = False,
 ) -> Result:
     """Serve a model over HTTP as OpenAI does: by vLLM's server, which gets what stands behind `--`, or on transformers."""
     more = given or []
@@ -70,9 +69,7 @@ def serve(
             if value is not None:
                 raise ParameterError(name, "none with --engine vllm", value, remedy)
         wanted = _settings(method, settings)
-        return _vllm(
-            model, wanted, {"host": host, "port": port, "max-model-len": tokens, "dtype": dtype}, more, dry_run, as_json
-        )
+        return _vllm(model, wanted, {"host": host, "port": port, "max-model-len": tokens, "dtype": dtype}, more, dry_run)
     if more:
         raise ParameterError("options behind `--`", "none with --engine transformers", " ".join(more), "They are vLLM's.")
     folders = dict(_session(text, model) for text in session or [])
@@ -81,9 +78,9 @@ def serve(
     told = {"engine": Engine.TRANSFORMERS, "model": model, "method": chosen.name, "context": tokens, "host": host, "port": port}
     told |= {"sessions": {name: str(folder) for name, folder in folders.items()}}
     if dry_run:
-        notes().print(f"{model} with {chosen.name} at {_url(host, port)}, in this process", soft_wrap=True)
+        note(f"{model} with {chosen.name} at {_url(host, port)}, in this process")
         return told
-    _without_json(as_json)
+    _without_json()
 
     rows: Any = host_rows.value
 
@@ -103,7 +100,7 @@ def serve(
             loaded.model, loaded.tokenizer, model, chosen, prefix_bytes=memory, context=tokens, host_rows=rows, sessions=read,
         )  # fmt: skip
         said = f"{model} with {chosen.name} at {_url(host, port)}; prompts that were read take up to {size(memory)}"
-        notes().print(said, soft_wrap=True)
+        note(said)
         Server(service).run(sockets=[bound])
     return told
 
@@ -148,7 +145,7 @@ def _engine(asked: Engine | None) -> Engine:
     return Engine.TRANSFORMERS
 
 
-def _vllm(model: str, wanted: dict[str, Any], flags: dict[str, Any], given: list[str], dry_run: bool, as_json: bool) -> Result:
+def _vllm(model: str, wanted: dict[str, Any], flags: dict[str, Any], given: list[str], dry_run: bool) -> Result:
     """Becomes vLLM's server, unless it is a dry run."""
     from kvrecall.backends.vllm.command import serve_command
     from kvrecall.backends.vllm.dry_run import rehearsed
@@ -159,17 +156,16 @@ def _vllm(model: str, wanted: dict[str, Any], flags: dict[str, Any], given: list
         raise ModelFilesError(model, "kvrecall knows it as a GGUF file, which vLLM does not serve", remedy)
     command = serve_command(model, wanted, flags, given)
     if not command.retrieves:
-        notes().print("note: another attention backend was asked for: vLLM serves without kvrecall", soft_wrap=True)
+        note("note: another attention backend was asked for: vLLM serves without kvrecall")
     else:
         command = serve_command(model, wanted, flags | _batch(model, command.settings, flags, given), given)
     told = {"engine": Engine.VLLM, "model": model, "command": command.arguments, "kvrecall": command.config}
     if dry_run:
         unchecked = rehearsed(command.options)
-        notes().print(f"note: {unchecked}", soft_wrap=True)
-        if not as_json:
-            print(shlex.join(command.arguments))
+        note(f"note: {unchecked}")
+        to_stdout(f"{shlex.join(command.arguments)}\n")
         return told | {"unchecked": unchecked}
-    _without_json(as_json)
+    _without_json()
     leave_environment()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -189,7 +185,7 @@ def _batch(model: str, settings: Any, flags: dict[str, Any], given: list[str]) -
     if torch.cuda.is_available() and not names_graphs(given):
         told["cudagraph-capture-sizes"] = sizes = recorded_batches(most)
         said += f"; graphs are recorded for {', '.join(map(str, sizes))} (--cudagraph-capture-sizes)"
-    notes().print(said, soft_wrap=True)
+    note(said)
     return told
 
 
@@ -199,7 +195,7 @@ def _room(model: str, settings: Any, flags: dict[str, Any], given: list[str]) ->
 
     from kvrecall.backends.transformers.families import context_limit
     from kvrecall.backends.vllm.command import number_given
-    from kvrecall.engine.plan_vllm import host_sequences
+    from kvrecall.engine.memory import host_sequences
     from kvrecall.models import load_config
     from kvrecall.step.settings import BLOCK_TOKENS
 
@@ -221,6 +217,6 @@ def _room(model: str, settings: Any, flags: dict[str, Any], given: list[str]) ->
         return None
 
 
-def _without_json(as_json: bool) -> None:
-    if as_json:
+def _without_json() -> None:
+    if as_json():
         raise ParameterError("--json", "--dry-run with it", "--json alone", "A running server has no result.")

@@ -11,9 +11,8 @@ from rich.text import Text
 
 from kvrecall.cli import options
 from kvrecall.cli.kept import Kept, KeptSession, kept_folder
-from kvrecall.cli.report import plain_table, size
-from kvrecall.cli.screen import results
-from kvrecall.cli.verb import Result, notes, verb
+from kvrecall.cli.screen import details, notes, plain_table, results, size, to_stdout
+from kvrecall.cli.verb import Result, verb
 from kvrecall.core.errors import ParameterError, SessionError
 from kvrecall.core.texts import byte_count
 
@@ -25,15 +24,14 @@ SHOWN_DIGITS = 12
 
 @sessions.command("list")
 @verb
-def list_sessions(keep_limit: options.KeepLimit = options.DEFAULT_KEEP_LIMIT, as_json: options.AsJson = False) -> Result:
+def list_sessions(keep_limit: options.KeepLimit = options.DEFAULT_KEEP_LIMIT) -> Result:
     """List the kept sessions: document, tokens, size, model, method, last use."""
     limit = byte_count(keep_limit, "--keep-limit")
     folder = kept_folder()
     found = [_told(session) for session in (Kept(folder).sessions() if folder.is_dir() else [])]
     total = sum(row["bytes"] for row in found)
     told: Result = {"folder": str(folder), "sessions": found, "total_bytes": total, "limit_bytes": limit}
-    if not as_json:
-        _show(told)
+    _show(told)
     return told
 
 
@@ -42,7 +40,6 @@ def list_sessions(keep_limit: options.KeepLimit = options.DEFAULT_KEEP_LIMIT, as
 def remove_sessions(
     names: Annotated[list[str] | None, typer.Argument(help="Names, or how they begin; see `kvrecall sessions list`.")] = None,
     every: Annotated[bool, typer.Option("--all", help="All that no process uses.")] = False,
-    as_json: options.AsJson = False,
 ) -> Result:
     """Delete kept sessions from the disk."""
     if bool(names) == every:
@@ -58,9 +55,8 @@ def remove_sessions(
         chosen = list({session.name: session for session in map(kept.named, names or [])}.values())
     told: Result = {"sessions": [{"name": session.name, "bytes": session.nbytes} for session in chosen]}
     kept.remove([session.name for session in chosen])
-    if not as_json:
-        for session in chosen:
-            print(f"{session.name[:SHOWN_DIGITS]}: {size(session.nbytes)} freed")
+    for session in chosen:
+        to_stdout(f"{session.name[:SHOWN_DIGITS]}: {size(session.nbytes)} freed\n")
     return told | {"bytes": sum(session.nbytes for session in chosen)}
 
 
@@ -85,7 +81,7 @@ def _told(kept: KeptSession) -> dict[str, Any]:
 def _show(told: Result) -> None:
     folder = told["folder"]
     if not told["sessions"]:
-        notes().print(f"no sessions in {folder}; `kvrecall ask FILE QUESTION --keep` keeps one", soft_wrap=True)
+        details().print(f"no sessions in {folder}; `kvrecall ask FILE QUESTION --keep` keeps one", soft_wrap=True)
         return
     table = plain_table(None, "name", "document", "tokens", "size", "model", "method", "last used")
     for row in told["sessions"]:

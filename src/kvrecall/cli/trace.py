@@ -9,10 +9,9 @@ import typer
 
 from kvrecall.cli import options
 from kvrecall.cli.options import read_text, read_texts, writable
-from kvrecall.cli.report import plain_table
-from kvrecall.cli.screen import results
-from kvrecall.cli.session import open_session, token_bar
-from kvrecall.cli.verb import Result, notes, status, verb
+from kvrecall.cli.screen import as_json, details, plain_table, results, status, token_bar
+from kvrecall.cli.session import MODEL_OPTIONS, ModelOptions
+from kvrecall.cli.verb import Result, verb
 from kvrecall.core.errors import ContextLengthError, ParameterError
 
 _COLUMNS = {
@@ -43,18 +42,14 @@ def trace(
     ] = None,
     observe: Annotated[int, typer.Option(min=0, help="How many of the prompt's last queries to keep.")] = 2048,
     ending: Annotated[str, typer.Option(help="Text put after the prompt, within its length.")] = "",
-    model: options.Model = options.DEFAULT_MODEL,
-    dtype: options.Dtype = None,
-    device: options.Device = None,
-    chunk_tokens: options.ChunkTokens = 1024,
-    as_json: options.AsJson = False,
+    given: ModelOptions = MODEL_OPTIONS,
 ) -> Result:
     """Record queries, keys and values of a model at work, for `kvrecall recall`."""
     text, following = read_texts(files), None if follow is None else read_text(follow)
     wanted = None if tokens is None else options.token_count(tokens, "--tokens")
     chosen = None if layers is None else _layers(layers)
     writable(out)
-    session = open_session(model, dtype, device, quiet=as_json)
+    session = given.open()
     tail = session.tokenizer(ending, add_special_tokens=False).input_ids if ending else []
     ids = session.tokenizer(text).input_ids
     if wanted is not None:
@@ -72,15 +67,15 @@ def trace(
     from kvrecall.evaluate.trace import capture
 
     names = ", ".join(file.name for file in files)
-    with token_bar("tracing", as_json) as on_progress:
+    with token_bar("tracing") as on_progress:
         captured = capture(
             session.model, session.tensor(ids), layers=chosen, steps=steps, forced=forced, observe_queries=observe,
-            chunk_tokens=chunk_tokens, name=session.name, text=names, tokenizer=session.tokenizer, on_progress=on_progress,
+            chunk_tokens=given.chunk_tokens, name=session.name, text=names, tokenizer=session.tokenizer,
+            on_progress=on_progress,
         )  # fmt: skip
     captured.save(out)
     told = {"file": str(out), "prompt_tokens": len(ids), "steps": steps, "layers": list(captured.info.layers)}
-    if not as_json:
-        notes().print(f"wrote {out}: {len(ids):,} prompt tokens, {steps} steps, {len(captured.layers)} layers")
+    details().print(f"wrote {out}: {len(ids):,} prompt tokens, {steps} steps, {len(captured.layers)} layers")
     return told
 
 
@@ -101,10 +96,9 @@ def recall(
         int | None, typer.Option(min=1, help="Report every so many decode steps, over all layers, instead of every layer.")
     ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")] = False,
-    as_json: options.AsJson = False,
 ) -> Result:
     """Replay a method over a trace: what it finds, attends and moves, per layer or along the steps."""
-    if markdown and as_json:
+    if markdown and as_json():
         raise ParameterError("--markdown", "no --json with it", "both", "Leave one of them out.")
     chosen = options.method_of(method, settings)
 
@@ -112,7 +106,7 @@ def recall(
     from kvrecall.evaluate.trace import Trace
 
     recorded = Trace.load(trace)
-    with status(f"replaying {chosen.name} over {len(recorded.layers)} layers", quiet=as_json):
+    with status(f"replaying {chosen.name} over {len(recorded.layers)} layers"):
         if window is None:
             reports = [report.to_dict() for report in replay(recorded, chosen, truth_k=truth)]
         else:
@@ -120,7 +114,7 @@ def recall(
             reports = [{"first_step": first} | report.to_dict() for first, report in drift]
     if markdown:
         _show_markdown(reports)
-    elif not as_json:
+    else:
         _show(reports)
     info = recorded.info
     return {

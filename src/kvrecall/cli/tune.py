@@ -1,19 +1,23 @@
-"""`kvrecall tune`"""
+"""`kvrecall tune`, `calibrate` and `statistics`: what is found once for a model, on a text."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvrecall.cli import options
-from kvrecall.cli.options import read_texts, writable
-from kvrecall.cli.report import plain_table, size
-from kvrecall.cli.screen import results
-from kvrecall.cli.session import open_session, token_bar
+from kvrecall.cli.options import read_text, read_texts, writable
+from kvrecall.cli.screen import details, plain_table, results, size, token_bar
+from kvrecall.cli.session import MODEL_OPTIONS, ModelOptions, open_session
 from kvrecall.cli.verb import Result, verb
 from kvrecall.core.errors import ParameterError
+
+if TYPE_CHECKING:
+    from kvrecall.evaluate.tune import Calibration
+    from kvrecall.trigger import SemanticBoundary
 
 
 @verb
@@ -27,11 +31,7 @@ def tune(
     stride: Annotated[float | None, typer.Option(help="For LouisKV: wanted steps per search; sets its thresholds.")] = None,
     method: options.MethodName = options.DEFAULT_METHOD,
     settings: options.Settings = None,
-    model: options.Model = options.DEFAULT_MODEL,
-    dtype: options.Dtype = None,
-    device: options.Device = None,
-    chunk_tokens: options.ChunkTokens = 1024,
-    as_json: options.AsJson = False,
+    given: ModelOptions = MODEL_OPTIONS,
 ) -> Result:
     """Find budgets per layer that catch a wanted share of the attention on your text, and write a method file."""
     chosen = options.method_of(method, settings)
@@ -51,29 +51,27 @@ def tune(
 
     check(chosen, mass, floor, stride)
     writable(out)
-    session = open_session(model, dtype, device, quiet=as_json)
+    session = given.open()
     ids = session.token_ids(read, wanted)
     least = chosen.sink_tokens + chosen.local_tokens + steps + 2
     if len(ids) < least:
         raise ParameterError("text", f"{least:,} tokens or more", f"{len(ids):,} tokens", "Give more text, or fewer --steps.")
-    with token_bar("reading", as_json) as on_progress:
+    with token_bar("reading") as on_progress:
         trace = capture(
-            session.model, session.tensor(ids[:-steps]), forced=ids[-steps:-1], chunk_tokens=chunk_tokens, name=session.name,
-            tokenizer=session.tokenizer,
-            on_progress=on_progress,
+            session.model, session.tensor(ids[:-steps]), forced=ids[-steps:-1], chunk_tokens=given.chunk_tokens,
+            name=session.name, tokenizer=session.tokenizer, on_progress=on_progress,
         )  # fmt: skip
-    with token_bar("trying budgets, by layer", as_json) as on_progress:
+    with token_bar("trying budgets, by layer") as on_progress:
         found = find(trace, chosen, mass, floor=floor, stride=stride, on_progress=on_progress)
     about = {"model": session.name, "text": [file.name for file in text], "tokens": len(ids), "wanted_mass": mass}
     layers = session.model.config.get_text_config(decoder=True).num_hidden_layers
     save_method(found.method, out, layers=layers, about=about | {"mass": round(found.mass, 4)})
     told = about | {"file": str(out), "method": chosen.name} | found.to_dict()
-    if not as_json:
-        _show(told)
+    _show_budgets(told)
     return told
 
 
-def _show(told: Result) -> None:
+def _show_budgets(told: Result) -> None:
     table = plain_table(None, "layer", "top_k", "other settings", "mass", "per step", "a head needs", keys=2)
     for layer in told["layers"]:
         settings = dict(layer["settings"] or {"top_k": "all"})
@@ -92,3 +90,120 @@ def _show(told: Result) -> None:
     else:
         console.print("the same for all layers: nothing that was tried reaches the mass")
     console.print(f"  kvrecall eval --methods {told['file']} …", soft_wrap=True)
+
+
+@verb
+def calibrate(
+    files: Annotated[
+        list[Path] | None, typer.Argument(help="Texts like those to come, read one after the other; or give --tasks.")
+    ] = None,
+    tasks: Annotated[
+        str | None, typer.Option(help="Instead of texts: tasks of `kvrecall eval`; the steps of their answers count.")
+    ] = None,
+    context: Annotated[str, typer.Option("--context", help="For --tasks: tokens of a sample.")] = "2k",
+    samples: Annotated[int, typer.Option(min=1, help="For --tasks: samples of each.")] = 1,
+    seed: Annotated[int, typer.Option(help="For --tasks: of all samples; another than that of the evaluation.")] = 1,
+    stride: Annotated[float, typer.Option(help="Wanted decode steps per search: 5 for long inputs, 16 for long outputs.")] = 5,
+    tokens: Annotated[str | None, typer.Option(help="Tokens of the text to use; all if left out.")] = None,
+    compare: Annotated[str, typer.Option(help="Reference query: previous or retrieval.")] = "previous",
+    max_stride: Annotated[int | None, typer.Option(min=1, help="Search at the latest after that many steps.")] = None,
+    per_layer: Annotated[bool, typer.Option("--per-layer", help="A threshold for every layer instead of one for all.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Method file to write (JSON), for `kvrecall eval --methods`.")] = None,
+    given: ModelOptions = MODEL_OPTIONS,
+) -> Result:
+    """Find LouisKV's threshold for a wanted mean stride, on your text or on the answers of tasks."""
+    from kvrecall.evaluate.asking import Asker
+    from kvrecall.evaluate.plan import Plan
+    from kvrecall.evaluate.tune import calibrate as find
+    from kvrecall.evaluate.tune import check_stride, watch_answers, watch_queries
+    from kvrecall.trigger import SemanticBoundary
+
+    check_stride(stride)
+    trigger = SemanticBoundary(compare=compare, max_stride=max_stride)  # type: ignore[arg-type]
+    if (not files) == (tasks is None):
+        raise ParameterError("calibrate", "texts or --tasks", "both" if files else "neither", "Give one of the two.")
+    if out is not None and out.suffix != ".json":
+        raise ParameterError("--out", "a name ending in .json", str(out), "TOML is read, not written.")
+    text = read_texts(files) if files else ""
+    wanted = None if tokens is None else options.token_count(tokens, "--tokens")
+    listed = tuple(part.strip() for part in (tasks or "").split(",") if part.strip())
+    plan = Plan(listed, (options.token_count(context),), samples, (0.5,), seed) if tasks is not None else None
+    if out is not None:
+        writable(out)
+    session = given.open()
+    if plan is not None:
+        asker = Asker(session.model, session.tokenizer, given.chunk_tokens)
+        with token_bar("answering") as on_progress:
+            queries = watch_answers(asker, plan, on_progress=on_progress)
+        steps = sum(map(len, next(iter(queries.values()))))
+        about = {"tasks": list(listed), "context": plan.contexts[0], "samples": samples, "seed": seed, "steps": steps}
+    else:
+        ids = session.token_ids(text, wanted)
+        with token_bar("reading") as on_progress:
+            prompt = session.tensor(ids)
+            queries = watch_queries(session.model, prompt, chunk_tokens=given.chunk_tokens, on_progress=on_progress)
+        about = {"text": [file.name for file in files or ()], "tokens": len(ids)}
+    found = find(queries, stride, trigger, per_layer=per_layer)
+    about = {"model": session.name, "dtype": str(session.model.dtype).removeprefix("torch."), "wanted_stride": stride} | about
+    if out is not None:
+        _write(out, found, trigger, session.model.config.get_text_config(decoder=True).num_hidden_layers, about)
+    _show_strides(found, out)
+    return about | found.to_dict() | ({} if out is None else {"file": str(out)})
+
+
+def _write(out: Path, found: Calibration, trigger: SemanticBoundary, layers: int, about: Result) -> None:
+    from kvrecall import LouisKV
+    from kvrecall.methods.files import save_method
+
+    method = LouisKV(threshold=found.threshold, compare=trigger.compare, max_stride=trigger.max_stride)
+    save_method(method, out, layers=layers, about=about | {"stride": round(found.stride, 3)})
+
+
+def _show_strides(found: Calibration, out: Path | None) -> None:
+    table = plain_table(None, "layer", "steps per search")
+    for number, steps in found.layers.items():
+        table.add_row(str(number), f"{steps:.1f}")
+    console = results()
+    console.print(table)
+    written = json.dumps(found.threshold).replace(" ", "")
+    console.print(f"a search every {found.stride:.2f} steps in the mean over these layers:")
+    given = f"ask … --method louiskv --set threshold={written}" if out is None else f"eval --methods {out} …"
+    console.print(f"  kvrecall {given}", soft_wrap=True)
+
+
+@verb
+def statistics(
+    model: Annotated[str, typer.Argument(help=options.MODEL_HELP)] = options.DEFAULT_MODEL,
+    text: Annotated[
+        Path | None, typer.Option(help="Your own text, used for this model from then on; the package's text if left out.")
+    ] = None,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+) -> Result:
+    """Compute the statistics of a model's keys that balanced ParisKV's codes follow from, and keep them.
+
+    Without this command they are computed when a model is first used.
+    """
+    given = None if text is None else read_text(text)
+    session = open_session(model, dtype, device)
+
+    from kvrecall.backends.transformers.fingerprint import fingerprint_of
+    from kvrecall.backends.transformers.statistics import Source, compute
+    from kvrecall.backends.transformers.statistics_file import OWN_TEXT, path_for
+
+    fingerprint = fingerprint_of(session.model)
+    source = Source.of(session.model.config, session.tokenizer, given, text.name if text is not None else "")
+    own, path = path_for(fingerprint, OWN_TEXT), path_for(fingerprint, source.digest)
+    if path is None or own is None:
+        raise ParameterError(
+            "model", "weights that can be read, for their fingerprint", session.name, "Load it in one process."
+        )
+    found = compute(session.model, source, fingerprint, path if text is None else own)
+    if text is None:
+        own.unlink(missing_ok=True)
+    path = path if text is None else own
+    details().print(f"{len(source.ids):,} tokens, {len(found.layers)} layers, {path.stat().st_size:,} bytes", soft_wrap=True)
+    return {
+        "file": str(path), "model": session.name, "text": source.text, "tokens": len(source.ids),
+        "layers": list(found.layers), "bytes": path.stat().st_size,
+    }  # fmt: skip

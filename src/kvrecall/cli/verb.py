@@ -4,41 +4,51 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import json
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, ParamSpec
+from dataclasses import fields, is_dataclass
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 
-from kvrecall.cli.exits import EXIT_BROKEN_PIPE, EXIT_ERROR, EXIT_INTERRUPTED
-from kvrecall.cli.screen import discard_stdout, notes, printable
+from kvrecall.cli.process import EXIT_BROKEN_PIPE, EXIT_ERROR, EXIT_INTERRUPTED, discard_stdout
+from kvrecall.cli.screen import notes, only_json, printable
 from kvrecall.core.errors import KVRecallError
 
-__all__ = ["Result", "notes", "status", "told", "verb"]
-
-P = ParamSpec("P")
 Result = dict[str, Any]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
-def verb(run: Callable[P, Result]) -> Callable[P, None]:
-    """Makes a command of a function that returns its result and has a parameter `as_json`.
+def verb(run: Callable[..., Result]) -> Callable[..., None]:
+    """Makes a command with the option --json of a function that returns its result. A parameter whose type is a dataclass
+    stands for options, which are its fields.
 
     With --json only the result goes to standard output; prints of libraries go to standard error. Errors are handled by `told`.
     """
+    own = inspect.signature(run, eval_str=True).parameters.values()
+    groups: dict[str, Any] = {parameter.name: parameter.annotation for parameter in own if is_dataclass(parameter.annotation)}
 
     @functools.wraps(run)
-    def command(*args: P.args, **kwargs: P.kwargs) -> None:
-        as_json = bool(kwargs.get("as_json"))
+    def command(*, as_json: bool, **given: Any) -> None:
         with told(as_json), _warnings_as_notes():
-            with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-                result = run(*args, **kwargs)
+            with only_json(as_json), contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+                made = {name: kind(**{f.name: given.pop(f.name) for f in fields(kind)}) for name, kind in groups.items()}
+                result = run(**given, **made)
             if as_json:
                 print(json.dumps(result, ensure_ascii=False, default=str).encode("utf-8", "backslashreplace").decode())
             sys.stdout.flush()  # here, so that a full disk is reported
 
+    options: list[inspect.Parameter] = []
+    for parameter in own:
+        kind = groups.get(parameter.name)
+        options += [parameter] if kind is None else inspect.signature(kind, eval_str=True).parameters.values()
+    options.append(inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=AsJson))
+    parameters = [option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in options]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return command
 
 
@@ -88,17 +98,6 @@ def _warnings_as_notes() -> Iterator[None]:
 
     with warnings.catch_warnings():
         warnings.showwarning = show
-        yield
-
-
-@contextlib.contextmanager
-def status(message: str, quiet: bool = False) -> Iterator[None]:
-    """A spinner for work without a progress measure."""
-    console = notes()
-    if quiet or not console.is_terminal:
-        yield
-        return
-    with console.status(Text(message)):
         yield
 
 

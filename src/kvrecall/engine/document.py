@@ -1,4 +1,4 @@
-"""A document that is read once and asked any number of questions, each on a fork of its cache."""
+"""A document that is read once and asked any number of questions, each on a fork of its cache; a conversation about it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvrecall import methods
 from kvrecall.backends.transformers import RetrievalCache
-from kvrecall.core.errors import ParameterError, SessionError
+from kvrecall.core.errors import ContextLengthError, ParameterError, SessionError
 from kvrecall.core.texts import check_no_name, read_text
 from kvrecall.engine.asked import check_sampling, check_tokenizer
+from kvrecall.engine.job import GenerateResult
 from kvrecall.engine.prefill import Progress, context_limit, prefill
-from kvrecall.engine.prompts import INSTRUCTION, DocumentPrompt
-from kvrecall.engine.request import Engine, Request
+from kvrecall.engine.prompts import INSTRUCTION, DocumentPrompt, next_prompt
+from kvrecall.engine.request import Engine, Request, generate
 from kvrecall.layer.stats import CacheStats
 from kvrecall.methods.base import Method
 from kvrecall.methods.settings import settings_of
@@ -64,6 +65,14 @@ class Answer:
     first_token_seconds: float
     decode_seconds: float
     stats: CacheStats
+
+    @staticmethod
+    def of(question: str, prompt_tokens: int, result: GenerateResult) -> Answer:
+        """The answer to a question, from the result for its prompt."""
+        return Answer(
+            question, (result.texts or [""])[0], result.new_tokens[0], prompt_tokens, result.prefill_seconds,
+            result.decode_seconds, result.cache.stats(),
+        )  # fmt: skip
 
     def __str__(self) -> str:
         return self.text
@@ -144,8 +153,8 @@ class Document:
                 return
             start = time.perf_counter()
             prefill(
-                self.model, self._ids([]), self.cache, chunk_tokens=chunk_tokens, on_progress=on_progress,
-                expect_tokens=expect_tokens,
+                self.model, _batch(self.model, self.prompt.prefix), self.cache, chunk_tokens=chunk_tokens,
+                on_progress=on_progress, expect_tokens=expect_tokens,
             )  # fmt: skip
             self.read_seconds += time.perf_counter() - start
 
@@ -170,32 +179,28 @@ class Document:
         self.read(chunk_tokens=chunk_tokens, on_progress=on_prefill, expect_tokens=longest)
         most = Engine.of(self.model).max_sequences
         waiting = deque(enumerate(behind))
-        running: dict[int, tuple[Request, RetrievalCache, Iterator[list[int]]]] = {}
+        running: dict[int, tuple[Request, Iterator[list[int]]]] = {}
         answers: dict[int, Answer] = {}
         try:
             while waiting or running:
                 while waiting and len(running) < most:
                     number, ids = waiting.popleft()
-                    cache = self.cache.fork()
                     request = Engine.of(self.model).submit(
-                        self.tokenizer, self._ids(ids), cache, max_new_tokens=max_new_tokens, chunk_tokens=chunk_tokens,
-                        temperature=temperature, top_p=top_p, seed=seed,
-                        on_text=None if on_text is None else partial(on_text, number),
+                        self.tokenizer, _batch(self.model, self.prompt.prefix + ids), self.cache.fork(),
+                        max_new_tokens=max_new_tokens, chunk_tokens=chunk_tokens, temperature=temperature, top_p=top_p,
+                        seed=seed, on_text=None if on_text is None else partial(on_text, number),
                     )  # fmt: skip
-                    running[number] = request, cache, iter(request)
-                for number, (request, cache, steps) in list(running.items()):
+                    running[number] = request, iter(request)
+                for number, (request, steps) in list(running.items()):
                     # One token of each in turn, so that all are reported as they come.
                     if next(steps, None) is None:
-                        result = request.result()
-                        answers[number] = Answer(
-                            questions[number], (result.texts or [""])[0], result.new_tokens[0],
-                            self.tokens + len(behind[number]), result.prefill_seconds, result.decode_seconds, cache.stats(),
-                        )  # fmt: skip
+                        prompt_tokens = self.tokens + len(behind[number])
+                        answers[number] = Answer.of(questions[number], prompt_tokens, request.result())
                         del running[number]
                         if on_answer is not None:
                             on_answer(number, answers[number])
         finally:
-            for request, *_ in running.values():
+            for request, _ in running.values():
                 request.cancel()
         return [answers[number] for number in range(len(questions))]
 
@@ -229,9 +234,6 @@ class Document:
         with self._reading:
             self.cache, self.read_seconds = cache, time.perf_counter() - start
         return len(held)
-
-    def _ids(self, behind: list[int]) -> Tensor:
-        return torch.tensor([self.prompt.prefix + behind], device=self.model.device, dtype=torch.int64)
 
 
 def ask(
@@ -351,3 +353,62 @@ def _held(cache: RetrievalCache) -> list[int]:
     if cache.valid is not None and not bool(cache.valid.all()):
         raise ParameterError("document", "a cache without padding", "one with padding", "Prefill it with one document.")
     return ids[0].tolist()
+
+
+class Chat:
+    """Turns on a fork of a document's cache, which holds the whole conversation.
+
+    A turn that fails or is interrupted leaves the conversation as it was before. Threads take turns.
+    """
+
+    def __init__(self, document: Document) -> None:
+        """document: read already, or at the first turn."""
+        self.document = document
+        self.cache: RetrievalCache | None = None
+        """The conversation's cache; None before the first turn."""
+        self._said: list[int] | None = None
+        self._turn = threading.RLock()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the document and the conversation."""
+        return self.document.tokens if self._said is None else len(self._said)
+
+    def say(
+        self, question: str, *, max_new_tokens: int = MAX_NEW_TOKENS, temperature: float = 0.0, top_p: float = 1.0,
+        seed: int | None = None, chunk_tokens: int | None = None, on_text: Callable[[str], None] | None = None,
+    ) -> Answer:  # fmt: skip
+        """The answer to one more question; parameters and errors as in `kvrecall.ask`. on_text gets its pieces."""
+        with self._turn:
+            document = self.document
+            behind = document.check([question], max_new_tokens if self._said is None else 1)
+            if self._said is None:
+                document.read(chunk_tokens=chunk_tokens)
+                ids = document.prompt.prefix + behind[0]
+            else:
+                ids = next_prompt(document.tokenizer, self._said, question)
+                limit = context_limit(document.model)
+                if limit and len(ids) + max_new_tokens > limit:
+                    raise ContextLengthError("conversation", max(0, limit - max_new_tokens), len(ids))
+            cache = (self.cache or document.cache).fork()  # dropped if the turn fails
+            result = generate(
+                document.model, document.tokenizer, _batch(document.model, ids), cache, max_new_tokens=max_new_tokens,
+                chunk_tokens=chunk_tokens, temperature=temperature, top_p=top_p, seed=seed, on_text=on_text,
+            )  # fmt: skip
+            self.cache, self._said = cache, ids + result.new_tokens[0]
+            return Answer.of(question, len(ids), result)
+
+    def save(self, folder: str | PathLike[str]) -> SessionInfo:
+        """Saves document and conversation as a session for `kvrecall.ask` or another chat."""
+        from kvrecall.backends.transformers.session import save
+
+        if self.cache is None or self._said is None:
+            self.document.read()
+            return self.document.save(folder)
+        prefill(self.document.model, _batch(self.document.model, self._said), self.cache)  # the last token has not been fed yet
+        return save(self.cache, folder, about=self.document.about | {"tokens": len(self._said)})  # type: ignore[arg-type]
+
+
+def _batch(model: PreTrainedModel, ids: list[int]) -> Tensor:
+    """Token ids as a batch of one on the model's device."""
+    return torch.tensor([ids], device=model.device, dtype=torch.int64)

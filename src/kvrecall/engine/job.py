@@ -7,6 +7,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -16,12 +17,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from kvrecall.backends.interrupt import deferred_interrupt
+from kvrecall.backends.transformers import RetrievalCache
 from kvrecall.backends.transformers.generating import keep_prefix
 from kvrecall.engine.asked import Asked
 from kvrecall.engine.decoding import Decoding, answers
 from kvrecall.engine.lookup import LookupDecoding
 from kvrecall.engine.prefill import read_chunk
-from kvrecall.engine.result import GenerateResult
 from kvrecall.engine.steps import Member
 
 
@@ -225,3 +226,16 @@ class _Streamer(TextStreamer):
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         if text:
             self._on_text(text)
+
+
+@dataclass(frozen=True)
+class GenerateResult:
+    """sequences: prompt and answer, `[B, T]`. new_tokens: the answer's ids per sequence, without padding after the end. cache:
+    the given one, or the one made for the given method."""
+
+    sequences: Tensor
+    new_tokens: list[list[int]]
+    texts: list[str] | None
+    prefill_seconds: float
+    decode_seconds: float
+    cache: RetrievalCache

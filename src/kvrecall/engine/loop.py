@@ -26,7 +26,7 @@ from kvrecall.backends.transformers.owner import step
 from kvrecall.core.cuda import HostCopy
 from kvrecall.core.errors import CaptureError, ParameterError, RequestCancelledError
 from kvrecall.engine.job import Job
-from kvrecall.engine.room import fits, refuse_too_large
+from kvrecall.engine.memory import fits, refuse_too_large
 from kvrecall.engine.steps import Stepper
 
 _lock = threading.Lock()

@@ -52,7 +52,8 @@ class Member:
         """The shared captured steps that the cache has joined (`SharedSteps`)."""
         self.ahead: Logits | None = None
         """The result of the next step, if it was launched ahead."""
-        self._apart = False
+        self.apart = False
+        """Whether its steps are not captured together with others."""
         self._lost: Exception | None = None
         """The error if the cache could not be restored after an interrupted step."""
 
@@ -98,13 +99,9 @@ class Member:
     @property
     def shares(self) -> bool:
         """Whether its steps can be captured together with those of others."""
-        if self._lost is not None or self._capturing is None or self._apart or self.asked.looks_up:
+        if self._lost is not None or self._capturing is None or self.apart or self.asked.looks_up:
             return False
         return self.shared is not None or self._capturing.ready
-
-    def stay_apart(self) -> None:
-        """Stops capturing its steps together with others."""
-        self._apart = True
 
     @property
     def joins(self) -> bool:
@@ -179,12 +176,7 @@ class Stepper:
                     member.rewind()
                     member.go_on_captured()
         try:
-            if len(members) == 1:
-                if members[0].shared is not None:
-                    members[0].release()
-                    members[0].go_on_captured()
-                return [members[0].own(members[0].stepped)]
-            return self._several(members)
+            return [_single(members[0])] if len(members) == 1 else self._several(members)
         except BaseException:
             for member in members:
                 member.rewind()
@@ -233,10 +225,7 @@ class Stepper:
     def _captured(self, key: Any, group: list[Member]) -> list[Logits]:
         """Captured steps of members of one method; uncaptured if impossible."""
         if len(group) == 1:
-            if group[0].shared is not None:
-                group[0].release()
-                group[0].go_on_captured()
-            return [group[0].own(group[0].stepped)]
+            return [_single(group[0])]
         if all(member.ahead is not None for member in group):
             return [member.own(member.stepped) for member in group]
         from kvrecall.backends.transformers.capture.shared import SharedSteps, Turn
@@ -254,7 +243,7 @@ class Stepper:
                 return shared.step(turns)
         except (CaptureError, torch.OutOfMemoryError):  # every cache was given back
             for member in group:
-                member.stay_apart()
+                member.apart = True
                 member.release()
             return self._together(group) if all(member.joins for member in group) else _in_turn(group)
 
@@ -290,6 +279,14 @@ def _joint_call(group: list[Member], joint: JointCache) -> Tensor:
     with group[0].asked.computing(), torch.no_grad(), _decoding_modules(model):
         outputs = model(input_ids=rows[0], position_ids=rows[1], **cache_argument(joint), use_cache=True, return_dict=True)
     return outputs.logits[:, -1]
+
+
+def _single(member: Member) -> Logits:
+    """A step of the only member."""
+    if member.shared is not None:
+        member.release()
+        member.go_on_captured()
+    return member.own(member.stepped)
 
 
 def _in_turn(group: list[Member]) -> list[Logits]:

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from kvrecall import engine
 from kvrecall.backends.transformers import RetrievalCache
-from kvrecall.engine.generate import GenerateResult
+from kvrecall.engine.job import GenerateResult
 from kvrecall.engine.prefill import context_limit
 from kvrecall.engine.prompts import next_prompt, plain_ids
-from kvrecall.evaluate.conditions import Condition
-from kvrecall.evaluate.tasks.base import Turn
+from kvrecall.evaluate.plan import Condition
+from kvrecall.evaluate.tasks import Turn
 from kvrecall.methods.full import Full
 
 if TYPE_CHECKING:

@@ -22,10 +22,10 @@ from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.core.errors import ParameterError
 from kvrecall.engine.prompts import plain_ids, raw_prompt
 from kvrecall.evaluate.asking import Asker, costs
-from kvrecall.evaluate.conditions import FULL, Condition
+from kvrecall.evaluate.plan import FULL, Condition
 from kvrecall.evaluate.problems import task_text
 from kvrecall.evaluate.recall import top_k_recall
-from kvrecall.evaluate.tasks.text import haystack
+from kvrecall.evaluate.text import haystack
 from kvrecall.methods.full import Full
 
 TRUTH_K = 100

@@ -19,7 +19,7 @@ from kvrecall.backends.transformers import RetrievalCache, attach
 from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.core.errors import KVRecallError, MissingPackageError, ParameterError
 from kvrecall.engine import prefill
-from kvrecall.evaluate.conditions import conditions
+from kvrecall.evaluate.plan import conditions
 
 
 def _refuse(error: KVRecallError) -> NoReturn:

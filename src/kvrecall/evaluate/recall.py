@@ -17,7 +17,6 @@ from kvrecall.attend import attend_block, attend_causal
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.structs import AttentionParams, Budget
 from kvrecall.evaluate.trace import LayerTrace, Trace
-from kvrecall.index.base import LayerShape
 from kvrecall.layer.pipeline import decode_step
 from kvrecall.layer.state import LayerState
 from kvrecall.merge import merge
@@ -83,9 +82,7 @@ def replay_windows(
 def prepared(trace: Trace, number: int, method: Method) -> LayerState:
     """A layer after the prompt of a trace."""
     layer, prompt = trace.layers[number], trace.info.prompt_tokens
-    heads, _, dim = layer.keys.shape
-    shape = LayerShape(1, layer.queries.shape[1], heads, dim, layer.keys.dtype, layer.keys.device, layer.statistics)
-    state = LayerState(number, shape, replace(method, full_attention_threshold=0))
+    state = LayerState(number, layer.shape, replace(method, full_attention_threshold=0))
     state.scaling = trace.info.scaling
     state.absorb(0, state.store.append_chunk(0, layer.keys[:, :prompt], layer.values[:, :prompt]))
     watched = layer.prompt_queries
@@ -146,8 +143,7 @@ def _measure(
     candidates: list[Tensor], truth_k: int, params: AttentionParams,
 ) -> list[float]:  # fmt: skip
     heads, (start, length) = layer.keys.shape[0], zone
-    grouped = query.float().unflatten(0, (heads, -1))  # [H_kv, G, D]
-    logits = torch.einsum("hgd,hnd->hgn", grouped, layer.keys[:, :tokens].float()) * params.scaling
+    logits = grouped_logits(query, layer.keys[:, :tokens]) * params.scaling
     inside = logits[..., start : start + length]
     truth = inside.topk(min(truth_k, length), -1).indices
     mass = logits.softmax(-1)
@@ -163,7 +159,7 @@ def _measure(
     if candidates:
         picked = torch.zeros(heads, candidates[0].shape[1], length, dtype=torch.bool, device=query.device)
         picked.scatter_(-1, candidates[0], True)
-        coarse = picked.expand(-1, grouped.shape[1], -1).gather(-1, truth).float().mean().item()
+        coarse = picked.expand(-1, logits.shape[1], -1).gather(-1, truth).float().mean().item()
     ratio = (caught / best.clamp_min(1e-12)).mean().item()
     count = attended.sum(-1).float().mean().item()
     return [
@@ -180,13 +176,18 @@ def _lse(layer: LayerTrace, prompt: int, scaling: float) -> Tensor:
     return merge([attend_block(queries, rows, scaling), own]).lse[0]
 
 
+def grouped_logits(query: Tensor, keys: Tensor) -> Tensor:
+    """Inner products fp32 `[H_kv, G, n]` of a token's queries `[H_q, D]` with keys `[H_kv, n, D]`."""
+    return torch.einsum("hgd,hnd->hgn", query.float().unflatten(0, (len(keys), -1)), keys.float())
+
+
 def top_k_recall(query: Tensor, keys: Tensor, ids: Tensor, k: int) -> Tensor:
     """Share of each query head's true top-k among the attended tokens, fp32 `[H_q]`.
 
     query: `[H_q, D]`; keys of the retrieval zone: `[H_kv, N, D]`; ids: int32 `[H_kv, K]`, padded with -1.
     """
-    heads, length, _ = keys.shape
-    logits = torch.einsum("hgd,hnd->hgn", query.float().unflatten(0, (heads, -1)), keys.float())
+    length = keys.shape[1]
+    logits = grouped_logits(query, keys)
     truth = logits.topk(min(k, length), -1).indices
     attended = _member(ids, length).unsqueeze(1).expand_as(logits)
     return attended.gather(-1, truth).float().mean(-1).flatten()

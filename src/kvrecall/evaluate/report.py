@@ -13,7 +13,7 @@ from typing import Any
 
 from kvrecall.core.errors import InputFileError, MissingPackageError
 from kvrecall.core.whole_files import write_text
-from kvrecall.evaluate.conditions import FULL
+from kvrecall.evaluate.plan import FULL
 from kvrecall.evaluate.runs import Record, read_config, read_records
 from kvrecall.evaluate.summary import RESAMPLES, Row, groups, heat_map, layer_recall, rounds, summarise, windows
 
@@ -90,7 +90,7 @@ def _section(task: str, rows: list[Row], records: list[Record]) -> dict[str, Any
 
 def accuracy_by_budget(rows: list[Row]) -> str:
     """Score against budget with its 95% interval, a line per method; full attention and tuned methods are level lines."""
-    figure, axes = _figure()
+    _, axes = _figure()
     names = list(dict.fromkeys(row.method for row in rows))
     for place, method in enumerate(names):
         own = sorted((r for r in rows if r.method == method), key=lambda r: r.budget or 0)
@@ -109,11 +109,8 @@ def accuracy_by_budget(rows: list[Row]) -> str:
     ticks = sorted({r.budget for r in rows if r.budget is not None})
     axes.set_xticks(ticks, [f"{budget:,}" for budget in ticks])
     axes.minorticks_off()
-    axes.set_xlabel("budget (tokens per KV head and step)")
-    axes.set_ylabel("score")
     axes.set_ylim(-0.03, 1.03)
-    _legend(axes)
-    return _svg(figure)
+    return _labelled(axes, "budget (tokens per KV head and step)", "score")
 
 
 def heat(records: list[Record], task: str, condition: str) -> str:
@@ -142,27 +139,21 @@ def heat(records: list[Record], task: str, condition: str) -> str:
 
 def along_steps(lines: dict[str, list[dict[str, Any]]], name: str) -> str:
     """One measure of a long generation (recall, agreement or kl) over its windows, a line per condition."""
-    figure, axes = _figure()
+    _, axes = _figure()
     for label, measured in lines.items():
         points = [(w["first_step"], w[name]) for w in measured if w[name] is not None]
         if points:
             axes.plot(*zip(*points, strict=True), marker=".", linewidth=1.2, label=label)
-    axes.set_xlabel("generated tokens (first of the window)")
-    axes.set_ylabel(_WINDOW_AXES[name])
-    _legend(axes)
-    return _svg(figure)
+    return _labelled(axes, "generated tokens (first of the window)", _WINDOW_AXES[name])
 
 
 def by_layer(lines: dict[str, dict[int, float]]) -> str:
     """Recall of each layer, a line per condition."""
-    figure, axes = _figure()
+    _, axes = _figure()
     for label, layers in lines.items():
         axes.plot(list(layers), list(layers.values()), marker=".", linewidth=1.2, label=label)
-    axes.set_xlabel("layer")
-    axes.set_ylabel("recall@100")
     axes.set_ylim(-0.03, 1.03)
-    _legend(axes)
-    return _svg(figure)
+    return _labelled(axes, "layer", "recall@100")
 
 
 def latency(rows: list[Row]) -> str:
@@ -186,13 +177,17 @@ def _figure(width: float = 5.6, height: float = 3.2) -> tuple[Figure, Any]:
     return figure, axes
 
 
-def _legend(axes: Any) -> None:
-    """A legend below the axes, because names of methods with parameters can be as long as a figure is wide."""
-    lines, names = axes.get_legend_handles_labels()
+def _labelled(axes: Any, x: str, y: str) -> str:
+    """The figure with names of its axes. The legend is below them, because names of methods with parameters can be as long as a
+    figure is wide."""
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    (lines, names), figure = axes.get_legend_handles_labels(), axes.figure
     if lines:
-        names, figure = [wrapped(name, _LEGEND_WIDTH) for name in names], axes.figure
+        names = [wrapped(name, _LEGEND_WIDTH) for name in names]
         figure.set_figheight(figure.get_figheight() + 0.17 * sum(1 + name.count("\n") for name in names))
         figure.legend(lines, names, fontsize=8, frameon=False, loc="outside lower left")
+    return _svg(figure)
 
 
 def wrapped(name: str, width: int) -> str:

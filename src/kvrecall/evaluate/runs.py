@@ -16,6 +16,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvrecall.core.errors import FolderInUseError, InputFileError, OutputFileError, ParameterError
+from kvrecall.core.texts import whole
 from kvrecall.core.whole_files import first_mistake, parse_json, unwritable, write_text, written_to
 
 CONFIG, SAMPLES = "config.json", "samples.jsonl"
@@ -118,7 +119,7 @@ class Shard:
     def of(text: str) -> Shard:
         """Reads "3/14"; raises ParameterError."""
         number, slash, count = text.partition("/")
-        if not (slash and _is_count(number) and _is_count(count) and 1 <= int(number) <= int(count)):
+        if not slash or not 1 <= whole(number) <= whole(count) < 10**9:
             raise ParameterError("--shard", "i/n with i from 1 to n", text, "For example 1/2 and 2/2 in two processes.")
         return Shard(int(number), int(count))
 
@@ -251,10 +252,6 @@ class RunFolder:
                     return start + newline + 1
                 end, step = start, 1 << 16
         return 0
-
-
-def _is_count(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) < 10
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -15,13 +15,11 @@ from kvrecall.core.errors import ContextLengthError, ParameterError
 from kvrecall.engine.prompts import DocumentPrompt, chat_prompt, next_turn
 from kvrecall.evaluate import drift
 from kvrecall.evaluate.asking import Asker, Conversation, costs
-from kvrecall.evaluate.conditions import Condition
-from kvrecall.evaluate.plan import Job, Plan, Work, portions, share
+from kvrecall.evaluate.plan import Condition, Job, Plan, Work, portions, share
 from kvrecall.evaluate.problems import FORMATS, Problem, is_drift, read_problems
 from kvrecall.evaluate.runs import Record, RunFolder, key_of
 from kvrecall.evaluate.summary import Row
-from kvrecall.evaluate.tasks.base import Room, Task, Turn
-from kvrecall.evaluate.tasks.registry import KNOWN, generated
+from kvrecall.evaluate.tasks import KNOWN, Room, Task, Turn, generated
 
 Cell = tuple[str, int | None, str]
 """Task, context and label of a condition; one row of a run's summary."""

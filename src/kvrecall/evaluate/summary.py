@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvrecall.core.errors import InputFileError, ParameterError
-from kvrecall.evaluate.conditions import FULL
+from kvrecall.evaluate.plan import FULL
 from kvrecall.evaluate.runs import Record
 
 LEVEL = 0.95

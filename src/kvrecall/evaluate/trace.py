@@ -24,6 +24,7 @@ from kvrecall.backends.transformers.statistics import statistics_of
 from kvrecall.core.errors import InputFileError, ParameterError
 from kvrecall.core.whole_files import first_mistake, parse_json, write_tensors
 from kvrecall.engine.prefill import prefill
+from kvrecall.index.base import LayerShape
 from kvrecall.index.statistics import KEPT_TENSORS, KeyStatistics, LayerStatistics, Rotary
 from kvrecall.methods.full import Full
 
@@ -48,6 +49,12 @@ class LayerTrace:
     queries: Tensor
     prompt_queries: Tensor
     statistics: LayerStatistics | None = field(default=None, compare=False)
+
+    @property
+    def shape(self) -> LayerShape:
+        """Of the layer's cache."""
+        heads, _, dim = self.keys.shape
+        return LayerShape(1, self.queries.shape[1], heads, dim, self.keys.dtype, self.keys.device, self.statistics)
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,11 @@ class LayerShape:
     """Whether rows in host memory are in eight bits (`core.fp8`)."""
 
     @property
+    def token_bytes(self) -> int:
+        """Key and value of one token in all KV heads, as they are computed with."""
+        return host_row_bytes(self.head_dim, self.dtype, False) * self.kv_heads
+
+    @property
     def host_row_bytes(self) -> int:
         """Key and value of one token and KV head in host memory."""
         return host_row_bytes(self.head_dim, self.dtype, self.small_rows)

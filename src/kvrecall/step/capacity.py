@@ -29,7 +29,7 @@ from kvrecall.step.summaries import width_of
 def window_page_tokens(shape: LayerShape, width: int, block_size: int) -> int:
     """Tokens of the window per page, a power of two. A page has the size of a block's summaries. Raises ParameterError if not
     one token fits."""
-    page, token = block_size * shape.kv_heads * width, 2 * shape.kv_heads * shape.head_dim * shape.dtype.itemsize
+    page, token = block_size * shape.kv_heads * width, shape.token_bytes
     if token > page:
         raise ParameterError("block_size", f"pages of {token} bytes or more", f"{page} bytes", "Double it.")
     return 1 << (page // token).bit_length() - 1

@@ -48,7 +48,7 @@ class HostBlocks:
     @staticmethod
     def block_bytes(shape: LayerShape, block_size: int) -> int:
         """Bytes of a block of one layer."""
-        return shape.kv_heads * block_size * 2 * shape.head_dim * shape.dtype.itemsize
+        return shape.token_bytes * block_size
 
     @staticmethod
     def of_all(shapes: Iterable[LayerShape], block_size: int) -> int:

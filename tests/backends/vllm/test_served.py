@@ -21,7 +21,7 @@ from kvrecall.backends.transformers.rotary import rotaries_of
 from kvrecall.backends.transformers.statistics import Source, observed
 from kvrecall.backends.vllm.served import Served
 from kvrecall.core.errors import KVRecallError
-from kvrecall.engine.plan_vllm import VllmPlan, plan_vllm
+from kvrecall.engine.memory import VllmPlan, plan_vllm
 from kvrecall.index.statistics import KeyStatistics
 from kvrecall.step.device import Pass
 

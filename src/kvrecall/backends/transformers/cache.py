@@ -38,7 +38,7 @@ from kvrecall.core.errors import (
     NotAttachedError,
     ParameterError,
 )
-from kvrecall.core.fp8 import SCALE_BYTES
+from kvrecall.core.fp8 import host_row_bytes
 from kvrecall.core.structs import lasting_tensors
 from kvrecall.core.texts import integer
 from kvrecall.layer.stats import CacheStats
@@ -352,18 +352,19 @@ class RetrievalCache(CacheState):
         layers, by default the cache's.
         """
         states = [layer.state for layer in self.retrieval_layers if layer.state is not None]
-        itemsize = states[0].shape.dtype.itemsize if states else 2 if dtype is None else dtype.itemsize
-        kv_heads, dim = self.signature.kv_heads, self.signature.head_dim
-        row = 2 * dim * itemsize * kv_heads
+        dtype = states[0].shape.dtype if states else dtype or torch.bfloat16
+
+        def rows(small: bool) -> int:
+            row = host_row_bytes(self.signature.head_dim, dtype, small)
+            return row * self.signature.kv_heads * tokens * sequences
+
         layers = len(self.retrieval_layers)
         if method is None and states:
             layers -= sum(state.store.on_device for state in states)
         elif self.rows_on_device is None and has_own_memory(device := device or self._device()):
             dense = sum(not (method or self.method).searches(layer.number) for layer in self.retrieval_layers)
-            layers -= layers_near(row * tokens * sequences, dense, room_for_rows(device))
-        if self.small_rows:
-            row = 2 * (dim + SCALE_BYTES) * kv_heads
-        return row * layers * tokens * sequences
+            layers -= layers_near(rows(False), dense, room_for_rows(device))
+        return rows(self.small_rows) * layers
 
 
 _UNCHANGED = "The cache is unchanged."

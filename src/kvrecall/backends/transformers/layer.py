@@ -12,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 from kvrecall.backends import base
 from kvrecall.backends.base import NewTokens
 from kvrecall.backends.interrupt import deferred_interrupt
-from kvrecall.backends.memory import all_or_nothing, check_device, explained, layer_bytes, zone_bytes
+from kvrecall.backends.memory import MemoryPlan, all_or_nothing, check_device, explained
 from kvrecall.cache.block_rows import say_not_on_device
 from kvrecall.cache.blocks import BlockTable
 from kvrecall.cache.copies import bring
@@ -121,10 +121,9 @@ class RetrievalLayer(CacheLayerMixin):
         method, tokens = cache.method, max(cache.reserved_tokens, tokens)
         if method.searches(self.number) or not has_own_memory(shape.device) or cache.rows_on_device is False:
             return False
-        need = shape.sequences * zone_bytes(shape, method, tokens)
+        need = MemoryPlan.of(method, shape, [self.number], tokens).zone_bytes
         behind = [layer.number for layer in cache.retrieval_layers if layer.number > self.number]
-        later = shape.sequences * sum(layer_bytes(number, shape, method, tokens) for number in behind)
-        if need + later <= room_for_rows(shape.device):
+        if need + MemoryPlan.of(method, shape, behind, tokens).growing_bytes <= room_for_rows(shape.device):
             return True
         say_not_on_device(need, shape.device)
         return False

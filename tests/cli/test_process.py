@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from kvrecall import __version__
-from kvrecall.cli import threads
+from kvrecall.cli import process
 from tests.cli.conftest import Cli
 
 
@@ -18,7 +18,7 @@ from tests.cli.conftest import Cli
 def fresh(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """As before torch is imported, with an environment that decides nothing."""
     monkeypatch.delitem(sys.modules, "torch")
-    monkeypatch.setattr(threads, "_chosen_here", False)
+    monkeypatch.setattr(process, "_chosen_here", False)
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
         monkeypatch.setenv(name, "")  # so that it is put back, whatever the code does
         monkeypatch.delenv(name)
@@ -26,24 +26,24 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_threads_sleep_and_another_program_finds_nothing_of_it(fresh: pytest.MonkeyPatch) -> None:
-    assert threads.waiting() == "busy, OpenMP's default"
-    threads.wait_passively()
-    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE" and "kvrecall's choice" in threads.waiting()
-    threads.leave_environment()
+    assert process.waiting() == "busy, OpenMP's default"
+    process.wait_passively()
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE" and "kvrecall's choice" in process.waiting()
+    process.leave_environment()
     assert "OMP_WAIT_POLICY" not in os.environ
 
 
 @pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
 def test_the_environment_decides_first(fresh: pytest.MonkeyPatch, name: str) -> None:
     fresh.setenv(name, "ACTIVE")
-    threads.wait_passively()
-    threads.leave_environment()
-    assert os.environ[name] == "ACTIVE" and threads.waiting() == f"as {name}=ACTIVE says"
+    process.wait_passively()
+    process.leave_environment()
+    assert os.environ[name] == "ACTIVE" and process.waiting() == f"as {name}=ACTIVE says"
 
 
 def test_the_command_decides_before_torch_is_there() -> None:
     program = [sys.executable, "-c", "from kvrecall.cli import main; main()", "info", "--json"]
-    environment = {name: value for name, value in os.environ.items() if name not in (threads.POLICY, *threads._OWN)}
+    environment = {name: value for name, value in os.environ.items() if name not in (process.POLICY, *process._OWN)}
     told = json.loads(subprocess.run(program, capture_output=True, check=True, text=True, env=environment).stdout)
     assert told["devices"][0]["waiting"] == "asleep (kvrecall's choice)"
 

@@ -1,4 +1,4 @@
-"""How the threads of torch and numba wait for their next piece of work.
+"""This process as others see it: exit codes, standard streams, and how the threads of torch and numba wait for work.
 
 Both use OpenMP. By default its threads wait in a loop that keeps a core busy for milliseconds. If other programs use the cores
 too, this loop takes the core from the thread that has the work, at each of the hundreds of small parallel pieces of a decode
@@ -10,6 +10,10 @@ from __future__ import annotations
 import os
 import sys
 
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+"""A shell's exit code for a program ended by SIGPIPE."""
 POLICY = "OMP_WAIT_POLICY"
 _OWN = ("GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 """Variables by which a user sets this for an OpenMP library."""
@@ -37,3 +41,29 @@ def waiting() -> str:
         return "asleep (kvrecall's choice)"
     given = [f"{name}={os.environ[name]}" for name in (POLICY, *_OWN) if name in os.environ]
     return f"as {', '.join(given)} says" if given else "busy, OpenMP's default"
+
+
+def opened_streams() -> None:
+    """Opens missing standard output or error (`>&-`), because the next opened file would get their number."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            taken = os.open(os.devnull, os.O_WRONLY)
+            if taken != number:
+                os.dup2(taken, number)
+                os.close(taken)
+            setattr(sys, name, open(number, "w", encoding="utf-8", closefd=False))  # noqa: SIM115
+
+
+def discard_stdout() -> None:
+    """Drops unwritten output, because Python would write it at exit and print a traceback."""
+    try:
+        sys.stdout.flush()
+        return
+    except (OSError, ValueError):
+        pass
+    try:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+    except (OSError, ValueError):  # a stream without a file, as in tests
+        pass

@@ -1,25 +1,90 @@
-"""RULER's tasks (Hsieh et al. 2024, section 3): needles in a haystack, variable tracking, common words, frequent words.
+"""Generated tasks: documents with questions, made from a seed to a wanted length, and a score in [0, 1] for each answer.
 
-Needles are magic numbers in filler (Kamradt 2023). `niah`: one. `niah-multikey:K`: K needles, one asked for.
-`niah-multivalue:V`: one name with V numbers, all asked for. `niah-multiquery:Q`: Q names asked for at once. `multi-turn:T`: T
-needles, one asked for per turn (CTkvr, Table 5).
+RULER's (Hsieh et al. 2024, section 3): needles in a haystack, which are magic numbers in filler (Kamradt 2023). `niah`: one.
+`niah-multikey:K`: K needles, one asked for. `niah-multivalue:V`: one name with V numbers, all asked for. `niah-multiquery:Q`:
+Q names asked for at once. `multi-turn:T`: T needles, one asked for per turn (CTkvr, Table 5). `variable-tracking:HOPS`: a chain
+of assignments; name every variable that holds the value. `common-words:C`: the C words that stand often in a list where the
+others stand seldom. `frequent-words:W`: the W most frequent invented words of a Zipf text.
 
-`variable-tracking:HOPS`: a chain of assignments; name every variable that holds the value. `common-words:C`: the C words that
-stand often in a list where the others stand seldom. `frequent-words:W`: the W most frequent invented words of a Zipf text.
+Look-up and copying: `json-kv` (Liu et al. 2023, "Lost in the middle") and `copy:WORDS`. Both ask for text that stands in the
+document once and cannot be guessed; copying does so for hundreds of tokens on end, so a selection that goes stale while the
+answer grows shows as the place where the copy first goes wrong.
 """
 
 from __future__ import annotations
 
+import json
 import random
+import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import islice, pairwise
 from string import ascii_lowercase, ascii_uppercase
 from typing import Any
 
-from kvrecall.core.errors import ParameterError
-from kvrecall.evaluate.tasks.base import Room, Task, Turn, string_match_all
-from kvrecall.evaluate.tasks.text import haystack, made_up, names, numbers, vocabulary
+from kvrecall.core.errors import ParameterError, UnknownNameError
+from kvrecall.core.texts import whole
+from kvrecall.evaluate.text import Count, haystack, made_up, names, numbers, vocabulary
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One question. answers: what a right answer says, all of it. opening: how the answer is made to begin (RULER's way)."""
+
+    question: str
+    answers: tuple[str, ...]
+    opening: str = ""
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a sample may use. count: tokens of a text; document_tokens: the most that the document may have."""
+
+    count: Count
+    document_tokens: int
+
+
+Make = Callable[[Room, random.Random, float], tuple[str, tuple[Turn, ...]]]
+"""(room, draws, depth in [0, 1]) -> document and turns; the same draws give the same sample."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A generated task.
+
+    spec: its name, with its argument as asked for. answer_tokens: room for each answer. turns: questions per document.
+    depths: whether samples are spread over depths, for a heat map. question_tokens: room for one question and its opening.
+    """
+
+    spec: str
+    make: Make
+    score: Callable[[str, Turn], float]
+    answer_tokens: int
+    instruction: str
+    turns: int = 1
+    depths: bool = False
+    question_tokens: int = 96
+
+
+def says(text: str, answer: str) -> bool:
+    """Whether a text contains an answer as whole words or numbers, in any case: "12" is not in "3124", nor "cat" in "cats"."""
+    return re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", text, re.IGNORECASE) is not None
+
+
+def string_match_all(text: str, expected: Turn) -> float:
+    """Share of the expected answers that a text contains (RULER's string_match_all, by whole words)."""
+    return sum(says(text, answer) for answer in expected.answers) / len(expected.answers)
+
+
+def copied_share(text: str, expected: Turn) -> float:
+    """Share of the expected words that a text repeats in order before its first mistake."""
+    wanted, given = expected.answers[0].split(), text.replace("</copy>", " ").split()
+    right = 0
+    while right < min(len(wanted), len(given)) and wanted[right] == given[right]:
+        right += 1
+    return right / len(wanted)
+
 
 _INSTRUCTION = "Some special magic numbers are hidden in the text above. Answer with the numbers alone."
 _FREQUENCIES = ((30, 3), (20, 2), (10, 1))
@@ -213,3 +278,92 @@ def _largest(tokens: Callable[[int], int], room: int, limit: int) -> int:
         else:
             high = middle - 1
     return low
+
+
+def json_kv(spec: str, digits: int) -> Task:
+    """A JSON object of random keys and values as large as fits; the value of one key is asked for.
+
+    digits: of each, in hex. Where all such keys are used, keys of a digit more follow.
+    """
+
+    def make(room: Room, draw: random.Random, _: float) -> tuple[str, tuple[Turn, ...]]:
+        def word(digits: int) -> str:
+            return f"{draw.getrandbits(4 * digits):0{digits}x}"
+
+        pairs: dict[str, str] = {}
+        tokens = 2
+        width, left = digits, 16**digits
+        while tokens <= room.document_tokens:
+            if not left:
+                width, left = width + 1, 16 ** (width + 1)
+            key, value = word(width), word(digits)
+            if key in pairs:
+                continue
+            left -= 1
+            pairs[key] = value
+            tokens += room.count(f'"{key}": "{value}",\n')
+        text = json.dumps(pairs, indent=0)
+        while room.count(text) > room.document_tokens:
+            pairs.popitem()
+            text = json.dumps(pairs, indent=0)
+        if len(pairs) < 2:
+            raise ParameterError("context", "room for two pairs or more", room.document_tokens, "Give --context more tokens.")
+        key = draw.choice(list(pairs))
+        return text, (Turn(f'What is the value of the key "{key}"?', (pairs[key],), f' The value of the key "{key}" is "'),)
+
+    instruction = "The text above is a JSON object. Answer with the value alone."
+    return Task(spec, make, string_match_all, 2 * digits + 8, instruction, question_tokens=64 + 4 * digits)
+
+
+def copy(spec: str, words: int) -> Task:
+    """Random words inside filler are to be repeated in order. words: how many."""
+
+    def make(room: Room, draw: random.Random, _: float) -> tuple[str, tuple[Turn, ...]]:
+        passage = " ".join(draw.choices(vocabulary(), k=words))
+        document = haystack(draw, room.count, room.document_tokens, [(draw.random(), f"<copy> {passage} </copy>")])
+        return document, (Turn("Repeat all the words between <copy> and </copy>, in order.", (passage,), " <copy>"),)
+
+    instruction = "The text above has a list of words between <copy> and </copy>."
+    return Task(spec, make, copied_share, 3 * words + 8, instruction)
+
+
+@dataclass(frozen=True)
+class Known:
+    """factory: (spec, argument) -> Task. argument: its default; meaning: of the argument, "" if there is none. least: of it."""
+
+    factory: Callable[[str, int], Task]
+    summary: str
+    argument: int = 0
+    meaning: str = ""
+    least: int = 1
+    most: int = 1024
+
+
+KNOWN = {
+    "niah": Known(niah, "one needle in a haystack, over depths and lengths"),
+    "niah-multikey": Known(multikey, "one needle among many", 8, "needles in the text", 2, 64),
+    "niah-multivalue": Known(multivalue, "all numbers of one name", 4, "numbers of the name", 2, 64),
+    "niah-multiquery": Known(multiquery, "several needles in one question", 4, "needles asked for", 2, 64),
+    "multi-turn": Known(multi_turn, "a needle per turn of one conversation", 8, "turns", 2, 32),
+    "variable-tracking": Known(variable_tracking, "every variable of a chain of assignments", 4, "hops", 1, 32),
+    "common-words": Known(common_words, "words that stand often in a list", 10, "common words", 1, 50),
+    "frequent-words": Known(frequent_words, "the most frequent invented words", 3, "words asked for", 1, 20),
+    "json-kv": Known(json_kv, "the value of a key in a JSON object", 8, "hex digits of key and value", 2, 32),
+    "copy": Known(copy, "repeat a passage word for word", 100, "words to repeat", 2, 8192),
+}
+
+
+def generated(spec: str) -> Task:
+    """The task of a spec; raises UnknownNameError or ParameterError."""
+    name, colon, argument = spec.partition(":")
+    if name not in KNOWN:
+        raise UnknownNameError("task", name, KNOWN)
+    known = KNOWN[name]
+    if not colon:
+        return known.factory(spec, known.argument)
+    if not known.meaning:
+        raise ParameterError(f"task {name}", "no argument", argument, f"Write {name} alone.")
+    if not known.least <= whole(argument) <= known.most:
+        expected = f"{known.meaning}, an integer in [{known.least}, {known.most}]"
+        raise ParameterError(f"task {name}", expected, argument, f"For example {name}:{known.argument}.")
+    return known.factory(spec, int(argument))

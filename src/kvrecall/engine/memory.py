@@ -1,0 +1,269 @@
+"""What a context needs in device and host memory, before anything is allocated, and whether a request fits beside others.
+
+The numbers for vLLM are those of its worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig
+from transformers.cache_utils import DynamicLayer
+
+from kvrecall.backends.memory import MemoryPlan, bytes_to_grow
+from kvrecall.backends.transformers.families import ModelSignature
+from kvrecall.cache.blocks import block_size_on
+from kvrecall.cache.device_memory import SPARE_BYTES, free_device_bytes
+from kvrecall.cache.host_memory import available_host_bytes
+from kvrecall.core.errors import HostMemoryError, ParameterError
+from kvrecall.core.fp8 import check_host_rows
+from kvrecall.core.launch import cdiv
+from kvrecall.engine.asked import Asked
+from kvrecall.index.base import LayerShape
+from kvrecall.methods.base import Method
+from kvrecall.step.capacity import Capacity, ahead_of, scratch_bytes
+from kvrecall.step.settings import BLOCK_TOKENS, Settings
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes of a context under a method, and under full attention. `*_per_token` sum over layers and KV heads.
+
+    host_bytes_per_token: of rows, on host or device. device_row_bytes: rows of layers without search on the GPU, as far as they
+    fit. host_bytes: the other rows. device_bytes: everything on the device. map_bytes: the maps of the model's keys, shared by
+    all sequences (docs/design/statistics.md). session_bytes: of a saved session on disk: whole blocks of rows, window, and
+    summaries.
+    """
+
+    method: str
+    context_tokens: int
+    batch: int
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    host_bytes_per_token: int
+    summary_bytes_per_token: float
+    host_bytes: int
+    summary_bytes: int
+    map_bytes: int
+    resident_bytes: int
+    device_row_bytes: int
+    device_bytes: int
+    full_attention_device_bytes: int
+    session_bytes: int
+    available_host_bytes: int
+    available_device_bytes: int | None
+    fits_host: bool
+    fits_device: bool | None
+    full_attention_fits_device: bool | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As a JSON-able dictionary."""
+        return asdict(self)
+
+
+def plan(
+    config: PretrainedConfig, *, context_tokens: int, method: Method, batch: int = 1, dtype: torch.dtype = torch.bfloat16,
+    host_rows: Literal["plain", "fp8"] = "plain",
+) -> Plan:  # fmt: skip
+    """Device and host bytes of a cache of `batch` sequences of `context_tokens` tokens; model weights are not included.
+    host_rows: as in `RetrievalCache`."""
+    check_host_rows(host_rows)
+    _check_counts(context_tokens=context_tokens, batch=batch)
+    model, numbers = ModelSignature.of(config), _served_layers(config)
+    device_free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
+    where = torch.device("cpu" if device_free is None else "cuda")  # decides the block size
+    small = host_rows == "fp8"
+    shape = LayerShape(batch, model.query_heads, model.kv_heads, model.head_dim, dtype, where, small_rows=small)
+    room = None if device_free is None else device_free - SPARE_BYTES
+    need = MemoryPlan.of(method, shape, numbers, context_tokens, room)
+    per_token, zone, block = need.host_token_bytes + need.near_token_bytes, need.zone_tokens, block_size_on(where)
+    host, near = (each * zone * batch for each in (need.host_token_bytes, need.near_token_bytes))
+    full = shape.token_bytes * need.layers * context_tokens * batch
+    host_free = available_host_bytes()
+    return Plan(
+        method.name, context_tokens, batch, need.layers, model.kv_heads, model.head_dim, str(dtype).removeprefix("torch."),
+        per_token, need.summary_bytes // batch / max(1, zone), host, need.summary_bytes, need.map_bytes, need.window_bytes,
+        near, need.device_bytes, full, per_token * cdiv(zone, block) * block * batch + need.growing_bytes,
+        host_free, device_free,
+        host <= host_free if device_free is not None else host + need.device_bytes <= host_free,
+        None if device_free is None else need.device_bytes <= device_free,
+        None if device_free is None else full <= device_free,
+    )  # fmt: skip
+
+
+def _check_counts(**counts: int) -> None:
+    for name, value in counts.items():
+        if value < 1:
+            raise ParameterError(name, "an integer >= 1", value, "It is a count.")
+
+
+def _served_layers(config: PretrainedConfig) -> list[int]:
+    """Numbers of the layers whose keys and values kvrecall keeps: those with full attention."""
+    return [number for number, layer in enumerate(DynamicCache(config=config).layers) if type(layer) is DynamicLayer]
+
+
+UTILIZATION = 0.9
+"""vLLM's default share of a GPU."""
+_PASSES, _PASSES_WITH_DRAFTS = 2, 1
+"""Passes in flight with asynchronous scheduling, vLLM's default, and without, which vLLM takes with drafts from the text."""
+
+
+@dataclass(frozen=True)
+class VllmPlan:
+    """Bytes and blocks of one rank. `*_per_token` sum over its layers and KV heads.
+
+    page_bytes: device memory for pages, after weights and scratch; without the memory of vLLM's own passes. None without a GPU
+    and without a given value. blocks: the smaller of what host and device hold. needed_blocks: for one sequence of the context;
+    an engine with fewer does not start. sequences: of this context that can decode together. host_bytes, device_bytes: of
+    `batch` such sequences; host_bytes for all ranks.
+    """
+
+    method: str
+    context_tokens: int
+    batch: int
+    num_speculative_tokens: int
+    ranks: int
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    block_size: int
+    host_bytes_per_token: int
+    summary_bytes_per_token: float
+    block_bytes: int
+    block_host_bytes: int
+    needed_blocks: int
+    host_limit: int
+    host_blocks: int
+    page_bytes: int | None
+    device_blocks: int | None
+    blocks: int
+    admitted_tokens: int
+    sequences: int
+    host_bytes: int
+    device_bytes: int
+    scratch_bytes: int
+    weight_bytes: int
+    window_page_tokens: int
+    fits: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """As a JSON-able dictionary."""
+        return asdict(self)
+
+
+def plan_vllm(
+    config: PretrainedConfig, given: Mapping[str, Any], *, context_tokens: int, batch: int = 1, ranks: int = 1,
+    dtype: torch.dtype = torch.bfloat16, block_size: int = BLOCK_TOKENS, page_bytes: int | None = None,
+    passes: int | None = None, num_speculative_tokens: int = 0,
+) -> VllmPlan:  # fmt: skip
+    """The plan for `batch` sequences of up to `context_tokens` tokens on `ranks` GPUs by tensor parallelism.
+
+    given: settings of kvrecall's backend, as in vLLM's `additional_config`. page_bytes: device memory for pages; None: 0.9 of
+    this machine's GPU minus weights and scratch. passes: in flight; None: vLLM's default. num_speculative_tokens: draft tokens
+    per sequence and decode step, as in vLLM's `speculative_config`; 0: no drafts. Raises errors of `kvrecall.core.errors` for
+    unsupported settings.
+    """
+    drafts = num_speculative_tokens
+    if drafts < 0:
+        raise ParameterError("num_speculative_tokens", "an integer >= 0", drafts, "It is a count; 0 is for none.")
+    if passes is None:
+        passes = _PASSES_WITH_DRAFTS if drafts else _PASSES
+    _check_counts(context_tokens=context_tokens, batch=batch, ranks=ranks)
+    settings, model = Settings.of({"kvrecall": dict(given)}), ModelSignature.of(config)
+    settings.check_drafts(drafts)
+    if settings.residency == "device":
+        raise ParameterError("residency", "host", "device", "Rows on the device take what full attention takes: plan for that.")
+    shapes = _shapes(config, model, ranks, dtype)
+    layers, heads = len(shapes), shapes[0].kv_heads
+    capacity = Capacity.of(settings, shapes, block_size, context_tokens, passes, ranks, ahead_of(drafts))
+    weights = _parameters(config) * dtype.itemsize // ranks
+    scratch = scratch_bytes(settings, shapes, batch, context_tokens, block_size, drafts)
+    if page_bytes is None and torch.cuda.is_available():
+        page_bytes = max(0, int(torch.cuda.mem_get_info()[1] * UTILIZATION) - weights - scratch)
+    host_blocks = capacity.host.blocks
+    device_blocks = None if page_bytes is None else page_bytes // capacity.device_block_bytes
+    blocks = host_blocks if page_bytes is None else capacity.blocks(page_bytes)
+    held = batch * (capacity.sequence_blocks + capacity.steady_blocks)
+    return VllmPlan(
+        settings.method.name, context_tokens, batch, drafts, ranks, layers, heads, model.head_dim,
+        str(dtype).removeprefix("torch."), block_size, capacity.host.block_bytes // block_size,
+        capacity.device_block_bytes / block_size, capacity.device_block_bytes,
+        capacity.host.block_bytes, capacity.needed, capacity.host.limit, host_blocks, page_bytes,
+        device_blocks, blocks, blocks * block_size, capacity.sequences(blocks), held * capacity.host.block_bytes * ranks,
+        held * capacity.device_block_bytes, scratch, weights, capacity.page_tokens, blocks >= max(capacity.needed, 1 + held),
+    )  # fmt: skip
+
+
+def host_sequences(
+    config: PretrainedConfig, settings: Settings, *, context_tokens: int, ranks: int, engines: int, dtype: torch.dtype,
+    block_size: int = BLOCK_TOKENS,
+) -> int:  # fmt: skip
+    """How many sequences of up to `context_tokens` tokens host memory holds for each of `engines` engines of `ranks` GPUs.
+    Raises ParameterError as `plan_vllm`."""
+    shapes = _shapes(config, ModelSignature.of(config), ranks, dtype)
+    capacity = Capacity.of(settings, shapes, block_size, context_tokens, _PASSES, ranks * engines)
+    return capacity.sequences(capacity.host.blocks)
+
+
+def _shapes(config: PretrainedConfig, model: ModelSignature, ranks: int, dtype: torch.dtype) -> list[LayerShape]:
+    """Of the layers that kvrecall serves, on one rank."""
+    layers = len(_served_layers(config))
+    if not layers:
+        raise ParameterError("model", "one with full-attention layers", "none", "kvrecall serves such layers.")
+    if model.query_heads % ranks:
+        raise ParameterError("ranks", f"a divisor of the model's {model.query_heads} query heads", ranks, "vLLM needs it.")
+    heads = max(1, model.kv_heads // ranks)
+    return [LayerShape(1, model.query_heads // ranks, heads, model.head_dim, dtype, torch.device("cpu"))] * layers
+
+
+def _parameters(config: PretrainedConfig) -> int:
+    """Number of parameters, from the config."""
+    with torch.device("meta"):
+        return sum(each.numel() for each in AutoModelForCausalLM.from_config(config).parameters())
+
+
+def fits(asked: Asked, others: Sequence[Asked]) -> bool:
+    """Whether prompt and answer fit together with what the admitted requests still need."""
+    if host_need(asked) + sum(map(host_need, others)) > available_host_bytes():
+        return False
+    device = asked.model.device
+    if device.type != "cuda":
+        return True
+    return device_need(asked) + sum(map(device_need, others)) <= free_device_bytes(device)
+
+
+def refuse_too_large(asked: Asked, others: Sequence[Asked]) -> None:
+    """Raises HostMemoryError if the request would not fit on the host even alone."""
+    need, available = host_need(asked), available_host_bytes()
+    held = sum(_host_bytes(each, each.cache.get_seq_length()) for each in others)
+    if need > available + held:
+        raise HostMemoryError(need, available, asked.total_tokens * asked.sequences)
+
+
+def host_need(asked: Asked) -> int:
+    """Host bytes that a request still needs. With a GPU, reserved memory counts as used."""
+    held = asked.cache.get_seq_length()
+    if held and asked.model.device.type == "cuda" and asked.cache.reserved_tokens >= asked.total_tokens:
+        return 0
+    return _host_bytes(asked, max(0, asked.total_tokens - held))
+
+
+def device_need(asked: Asked) -> int:
+    """GPU bytes that a request's windows and summaries still need."""
+    states = [layer.state for layer in asked.cache.retrieval_layers if layer.state is not None]
+    if states:
+        return bytes_to_grow(states, asked.total_tokens)
+    return plan(
+        asked.model.config, context_tokens=asked.total_tokens, method=asked.cache.method, batch=asked.sequences,
+        dtype=asked.model.dtype,
+    ).device_bytes  # fmt: skip
+
+
+def _host_bytes(asked: Asked, tokens: int) -> int:
+    return asked.cache.host_bytes(tokens, asked.sequences, asked.model.dtype, asked.model.device)
