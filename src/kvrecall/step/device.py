@@ -46,9 +46,9 @@ _MEAN_TILES, _MOST_MEAN_PARTS = 2, 32
 """Blocks of `_DENSE_ROWS` page means per program, and most programs for them per KV head."""
 _MOST_PARTS = 64
 """Parts that one program merges."""
-_BRANCHED = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
-"""Whether a long search is divided into branches of the graph. With torch 2.13 and Triton 3.7 each of four branches scanned for
-135 us (H100, an engine for 256K), and one alone for 9."""
+_MOST_BRANCHES = 4
+"""Branches of a search, because sequences may be much shorter than the longest one: a launch of eight short sequences takes as
+long as one of two."""
 
 
 @dataclass(frozen=True)
@@ -225,8 +225,7 @@ class DeviceLayer:
                 if self._means is not None:
                     self._estimate(q, self._means, asked.plan.pages[own], tables.blocks, of)
 
-            # Branches are for one sequence, whose length is near the longest one; of several, most may be short.
-            beside(divided(pairs, branches(len(pairs), self.scratch.longest) if len(blocks) == 1 else 1), q, part)
+            beside(divided(pairs, min(branches(len(pairs), self.scratch.longest), _MOST_BRANCHES)), q, part)
             merge_step(
                 q.unsqueeze(2), self.scratch.out[: len(blocks)], self.scratch.lse[: len(blocks)], self._params.sink_logits,
                 into=out[own],
