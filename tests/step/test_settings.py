@@ -78,3 +78,23 @@ def test_other_methods_are_refused_with_the_served_ones(name: str) -> None:
 def test_what_is_not_served_is_refused_by_name(given: Any, said: str) -> None:
     with pytest.raises(KVRecallError, match=said):
         Settings.of({"kvrecall": given})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"method": "exact"}, "method: expected one with kernels.*got 'exact'"),
+        ({"gqa": "per_head"}, "gqa.*share a selection.*per_head"),
+        ({"top_k": 8192}, "top_k: expected at most 4096 on a GPU, got 8192"),
+        ({"top_k": 4096, "local_tokens": 4096}, "local_tokens: expected at most 1920.*got 4096"),
+        ({"local_tokens": 4096}, "local_tokens: expected at most 3520.*got 4096"),
+    ],
+)
+def test_what_has_no_kernel_is_refused_for_a_gpu(given: Any, said: str) -> None:
+    settings = Settings.of({"kvrecall": given})
+    with pytest.raises(KVRecallError, match=said):
+        settings.check_gpu()
+
+
+def test_defaults_have_kernels() -> None:
+    Settings.of({}).check_gpu()

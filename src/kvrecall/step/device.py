@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from kvrecall.attend import attend_block, attend_causal
-from kvrecall.core.errors import ParameterError
 from kvrecall.core.launch import cdiv, next_power_of_2, overlapping
 from kvrecall.core.structs import AttentionParams, Partial, lasting_tensors
 from kvrecall.index.base import LayerShape
@@ -34,18 +33,17 @@ from kvrecall.merge.cuda import merge_step
 from kvrecall.methods.base import Method
 from kvrecall.step.means import means_in
 from kvrecall.step.plan import ROW, PassPlan, candidates, kept_sequences
+from kvrecall.step.settings import DENSE_ROWS, MOST_PARTS, Parts
 from kvrecall.step.stream import HostBlocks, Stream
 
 _ENCODED_ROWS = 32
 """Coordinates per program that encodes a token."""
-_CHOSEN_ROWS, _DENSE_ROWS, _STORED = 16, 64, 16
-"""Rows per program: selected rows, other rows, and tokens of prompts."""
+_STORED = 16
+"""Tokens of prompts per program."""
 TOGETHER = 32
 """Tokens of a pass that are searched at a time; the next ones reuse the scratch."""
 _MEAN_TILES, _MOST_MEAN_PARTS = 2, 32
-"""Blocks of `_DENSE_ROWS` page means per program, and most programs for them per KV head."""
-_MOST_PARTS = 64
-"""Parts that one program merges."""
+"""Blocks of `DENSE_ROWS` page means per program, and most programs for them per KV head."""
 _MOST_BRANCHES = 4
 """Branches of a search, because sequences may be much shorter than the longest one: a launch of eight short sequences takes as
 long as one of two."""
@@ -123,27 +121,18 @@ class Scratch:
         """most: tokens that a pass decodes. longest: tokens of a sequence. Raises ParameterError for settings without a
         kernel."""
         assert method.top_k is not None
-        if index.gqa == "per_head":
-            raise ParameterError("gqa", "a mode in which heads share a selection", index.gqa, "Leave it out.")
         self.sinks, self.local, self.top_k = method.sink_tokens, method.local_tokens, method.top_k
         heads, dim, device = shape.kv_heads, shape.head_dim, shape.device
         self.together, self.longest = min(most, TOGETHER), longest
         self.means = method.rest_config()
         self.mean_tokens = 1 if self.means is None else self.means.page_tokens
-        self.chosen_rows = _CHOSEN_ROWS
-        while cdiv(self.top_k, self.chosen_rows) > _MOST_PARTS // 2:
-            self.chosen_rows *= 2
-        self.chosen = cdiv(self.top_k, self.chosen_rows)
-        self.sink_parts, self.window_parts = cdiv(self.sinks, _DENSE_ROWS), cdiv(self.local, _DENSE_ROWS)
-        self.parts = self.chosen + self.sink_parts + self.window_parts
+        own = Parts.of(method)
+        self.chosen_rows, self.chosen, self.sink_parts = own.rows, own.chosen, own.sinks
         self.mean_parts = 0
         if self.means is not None:
-            wanted = cdiv(longest // self.mean_tokens, _DENSE_ROWS * _MEAN_TILES)
-            self.mean_parts = max(1, min(_MOST_MEAN_PARTS, _MOST_PARTS - self.parts, wanted))
-        self.parts += self.mean_parts
-        if self.parts > _MOST_PARTS:
-            room = (_MOST_PARTS - self.chosen - self.sink_parts - min(1, self.mean_parts)) * _DENSE_ROWS
-            raise ParameterError("local_tokens", f"at most {room} with this top_k and these sinks", self.local, "Take fewer.")
+            wanted = cdiv(longest // self.mean_tokens, DENSE_ROWS * _MEAN_TILES)
+            self.mean_parts = max(1, min(_MOST_MEAN_PARTS, MOST_PARTS - own.total, wanted))
+        self.parts = own.total + self.mean_parts
         reranked = int(candidates(index, longest, self.top_k).max())
         group = shape.query_heads // heads
         self.search = GpuSearch(
@@ -253,7 +242,7 @@ class DeviceLayer:
             scratch.sinks, scratch.local, *window.places,
             codes.signs.stride(0), maps.stride, centring.between, means.stride(0), scratch.mean_tokens, most, least, MIN_ALPHA,
             BLOCK=self._host.block_size, D=dim, BD=next_power_of_2(dim), S=dim // BLOCK, ROWS=_ENCODED_ROWS,
-            G=shape.query_heads // shape.kv_heads, R=scratch.chosen_rows, W=_DENSE_ROWS, BK=next_power_of_2(scratch.top_k),
+            G=shape.query_heads // shape.kv_heads, R=scratch.chosen_rows, W=DENSE_ROWS, BK=next_power_of_2(scratch.top_k),
             CHOSEN=scratch.chosen, PIECES=pieces, SINK_PARTS=scratch.sink_parts, MEANED=meaned, OWN_PARTS=own_parts,
             PARTS=scratch.parts, SEARCH=SEARCH_FIELDS, STRIDE=ROW, CAP=params.softcap != 0, SPAN=SPAN, CENTRED=centred,
             NORMS=measured, REUSE=own.start < self._kept_tokens, TOKENS=self._tokens, num_warps=4, **overlapping(shape.device),

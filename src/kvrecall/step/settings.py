@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvrecall.core.errors import CompositionError, ParameterError, UnknownNameError
+from kvrecall.core.launch import cdiv
 from kvrecall.index.exact import ExactConfig
 from kvrecall.index.page_means import PageMeans
 from kvrecall.index.sphere.config import SphereConfig
@@ -25,6 +26,14 @@ LEAST_BLOCK = 64
 """Tokens of the smallest block, so that every part of a page is a multiple of the kernels' widest load."""
 LOCAL_TOKENS = 1024
 """Default of tokens of the window: most questions and answers fit into it."""
+
+CHOSEN_ROWS, DENSE_ROWS = 16, 64
+"""Rows per program of a step on a GPU: selected rows, doubled while there are too many parts, and other rows."""
+MOST_PARTS = 64
+"""Parts that one program merges."""
+_MOST_SELECTED = 4096
+"""Most tokens that a search on a GPU selects: its last kernel has them all in registers, and takes minutes to compile for
+more."""
 
 RESIDENCIES = ("host", "device")
 """Where rows lie: in host memory, or on the device, where a step fetches nothing over the bus."""
@@ -121,6 +130,19 @@ class Settings:
         limit = None if memory is None else bytes_of(memory)
         return Settings(method, limit, residency)
 
+    def check_gpu(self) -> None:
+        """Raises errors of `kvrecall.core.errors` for settings without a kernel."""
+        index, method = self.index, self.method
+        if isinstance(index, ExactConfig):
+            remedy = 'Serve pariskv-balanced, or pariskv with "stage1": "product".'
+            raise ParameterError("method", "one with kernels over pages on a GPU", "exact", remedy)
+        if index.gqa == "per_head":
+            raise ParameterError("gqa", "a mode in which heads share a selection", index.gqa, "Leave it out.")
+        if method.top_k is not None and method.top_k > _MOST_SELECTED:
+            told = f"at most {_MOST_SELECTED} on a GPU"
+            raise ParameterError("top_k", told, method.top_k, "Take fewer, and more local_tokens.")
+        Parts.of(method)
+
     def check_drafts(self, drafts: int) -> None:
         """Raises ParameterError if drafts have so many tokens that the window does not hold them."""
         if drafts >= self.method.local_tokens:
@@ -137,3 +159,33 @@ class Settings:
         index = self.method.index_config()
         assert isinstance(index, SphereConfig | ExactConfig)
         return index
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Parts of the attention of a sequence and KV head on a GPU, each a program's: `chosen` of `rows` selected rows each, then
+    `sinks` and `window` of `DENSE_ROWS`."""
+
+    rows: int
+    chosen: int
+    sinks: int
+    window: int
+
+    @staticmethod
+    def of(method: Method) -> Parts:
+        """Raises ParameterError for more than one program merges, with at least one for an estimate."""
+        assert method.top_k is not None
+        rows = CHOSEN_ROWS
+        while cdiv(method.top_k, rows) > MOST_PARTS // 2:
+            rows *= 2
+        chosen, sinks = cdiv(method.top_k, rows), cdiv(method.sink_tokens, DENSE_ROWS)
+        window, room = cdiv(method.local_tokens, DENSE_ROWS), MOST_PARTS - chosen - sinks - (method.rest_config() is not None)
+        if window > room:
+            told = f"at most {room * DENSE_ROWS} with this top_k and these sinks"
+            raise ParameterError("local_tokens", told, method.local_tokens, "Take fewer.")
+        return Parts(rows, chosen, sinks, window)
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.chosen + self.sinks + self.window

@@ -46,11 +46,8 @@ class Summaries(ABC):
         """Finds positions sinks .. ends[b] - 1 for queries `[b, H_q, D]`. tables: the blocks of each sequence."""
 
 
-def check_device(device: torch.device, index: SphereConfig | ExactConfig) -> None:
-    """Raises ParameterError for an unsupported device, and for an index without kernels for it."""
-    if device.type == "cuda" and isinstance(index, ExactConfig):
-        remedy = 'Serve pariskv-balanced, or pariskv with "stage1": "product".'
-        raise ParameterError("method", "one with kernels over pages on a GPU", "exact", remedy)
+def check_device(device: torch.device) -> None:
+    """Raises ParameterError for an unsupported device."""
     if device.type != "cpu" and not kernels_available(device):
         remedy = "Use another attention backend there."
         raise ParameterError("device", "a CPU, or a GPU of compute capability 8.0 on", str(device), remedy)
@@ -72,7 +69,7 @@ def summary_bytes(index: SphereConfig | ExactConfig, shape: LayerShape, block_si
 
 def summaries_of(index: SphereConfig | ExactConfig, shape: LayerShape, block_size: int) -> Summaries:
     """The summaries of a layer. Raises ParameterError for unsupported settings."""
-    check_device(shape.device, index)
+    check_device(shape.device)
     if isinstance(index, ExactConfig):
         return _Keys(index, shape, block_size)
     return _Codes(index, shape, block_size)

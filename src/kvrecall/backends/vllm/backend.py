@@ -184,7 +184,7 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         settings = self._served.settings
-        check_device(device, settings.index)
+        check_device(device)
         if not self._served.gives_later:
             raise ParameterError("worker_cls", "kvrecall's worker, which restores windows", "another", f"Subclass {WORKER}.")
         shape = LayerShape(1, self.num_heads, self.num_kv_heads, self.head_size, act_dtype, device)

@@ -27,6 +27,8 @@ def checked(vllm_config: Any) -> Settings:
     settings, cache = Settings.of(vllm_config.additional_config), vllm_config.cache_config
     _check_options(vllm_config)
     settings.check_drafts(drafts_of(vllm_config))
+    if getattr(getattr(vllm_config, "device_config", None), "device_type", None) == "cuda":
+        settings.check_gpu()
     _check_worker(getattr(vllm_config.parallel_config, "worker_cls", WORKER))
     if getattr(cache, "user_specified_block_size", False):  # else vLLM asks the backend for a size
         settings.check_block_size(cache.block_size)
