@@ -13,7 +13,7 @@ from kvrecall.step.device import Pass, Window
 from kvrecall.step.warmup import Layout, Limits, Told, trials
 from tests.step import test_paged as paged
 from tests.step.on_device import MOST, PAGE, Device
-from tests.step.test_paged import DIM, GROUP, HEADS, SHAPE, SIZE, cut, dense, method_of, tokens
+from tests.step.test_paged import DIM, HEADS, SHAPE, SIZE, cut, dense, method_of, tokens
 
 GIVEN = paged.GIVEN[:2]
 
@@ -148,12 +148,6 @@ def test_what_is_not_finite_is_seen() -> None:
     assert not device.layer.bad.any()
     device.feed({0: cut(text, 90, 120)})
     assert device.layer.bad.any()
-
-
-def test_kernels_have_no_place_for_groups_that_share_nothing() -> None:
-    assert GROUP > 1
-    with pytest.raises(ValueError, match="gqa"):
-        Device(paged.GIVEN[2], top_k=24)
 
 
 def test_warming_up_changes_no_block_of_a_sequence_and_no_answer() -> None:

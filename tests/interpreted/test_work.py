@@ -1,5 +1,8 @@
 """Programs walk over each part that there is once, and over no other."""
 
+# Kernel launches take arguments that type checkers do not know.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+
 from __future__ import annotations
 
 import torch
