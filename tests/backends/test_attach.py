@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -16,6 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 import kvrecall
 from kvrecall.backends.transformers.cache_name import cache_argument
+from kvrecall.backends.transformers.rotary import rotaries_of
 from kvrecall.core import errors
 from tests.backends.models import SMALL, tiny
 from tests.one_layer import ZONES
@@ -330,3 +333,109 @@ class TestWhatDoesNotRetrieve:
             assert torch.equal(answer(model, ids(), cache), want)
         assert names() == before
         assert {name[1] for name in seen} == {"eager"} and {name[2] for name in seen} == {"kvrecall"}
+
+
+def test_a_model_is_attached_and_left_while_another_thread_looks_at_its_rotary_embedding() -> None:
+    scaled = {"max_position_embeddings": 32, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}}
+
+    def read(model: Any) -> torch.Tensor:
+        cache = new_cache(model)
+        with torch.no_grad(), cache.reading_prompt(100):
+            model.model(ids(100)[:, :20], **cache_argument(cache), use_cache=True)
+            return model.model(ids(100)[:, 20:], **cache_argument(cache), use_cache=True).last_hidden_state[:, -1]
+
+    with kvrecall.attach(model := llama(**scaled)):
+        expected = read(model)
+
+    reached, goes_on = threading.Event(), threading.Event()
+
+    def wait(*_: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            reached.set()
+            goes_on.wait(20)
+
+    def looked_at(model: Any) -> tuple[threading.Thread, Any]:
+        reached.clear(), goes_on.clear()
+        hook, thread = (
+            model.model.layers[0].register_forward_pre_hook(wait),
+            threading.Thread(target=rotaries_of, args=(model,)),
+        )
+        thread.start()
+        assert reached.wait(20)
+        return thread, hook
+
+    model = llama(**scaled)
+    looking, hook = looked_at(model)
+    with kvrecall.attach(model):
+        goes_on.set()
+        looking.join()
+        hook.remove()
+        assert torch.equal(read(model), expected)
+    assert is_untouched(model)
+
+    model = llama(**scaled)
+    with kvrecall.attach(model):
+        looking, hook = looked_at(model)
+    goes_on.set()
+    looking.join()
+    hook.remove()
+    assert is_untouched(model)
+
+
+def test_the_ids_that_a_hook_of_the_user_makes_are_known() -> None:
+    model, cache = llama(), new_cache(llama())
+    hook = model.register_forward_pre_hook(lambda _, args, kwargs: ((args[0] + 1,), kwargs), with_kwargs=True)
+    with kvrecall.attach(model), torch.no_grad():
+        model(ids().clamp_max(300), **cache_argument(cache), use_cache=True)
+    assert torch.equal(cache.tokens.ids(), ids().clamp_max(300) + 1)
+    hook.remove()
+    assert is_untouched(model)
+
+
+def test_a_model_is_restored_although_an_interrupted_pass_cannot_be_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, cache = llama(), new_cache(llama())
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def fail(*_: Any) -> None:
+        raise errors.HostMemoryError(2, 1, 1)
+
+    with pytest.raises(errors.HostMemoryError), kvrecall.attach(model):
+        hook = model.model.layers[0].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(ids(), **cache_argument(cache), use_cache=True)
+        hook.remove()
+        monkeypatch.setattr(cache, "align", fail)
+    assert is_untouched(model)
+
+
+def test_no_cache_is_kept_alive_by_the_model_or_by_a_refusal() -> None:
+    model = llama()
+
+    def skip(hidden_states: torch.Tensor, **_: Any) -> Any:
+        return hidden_states, None
+
+    def interrupt(**_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def used(replaced: dict[str, Any]) -> weakref.ref[Any]:
+        cache, attention = new_cache(model), model.model.layers[0].self_attn
+        vars(attention).update(replaced)
+        with pytest.raises((errors.UnsupportedModelError, KeyboardInterrupt)):
+            model(ids(), **cache_argument(cache), use_cache=True)
+        for name in replaced:
+            delattr(attention, name)
+        return weakref.ref(cache)
+
+    gc.collect()
+    gc.disable()
+    try:
+        with kvrecall.attach(model):
+            assert used({"forward": skip})() is None
+            interrupted = used({"forward": interrupt})
+            answer(model, ids(), new_cache(model))
+            gc.collect()
+            assert interrupted() is None
+    finally:
+        gc.enable()

@@ -188,3 +188,19 @@ def test_a_reset_cache_forgets_every_state() -> None:
     cache = read(model, 40)
     cache.reset()
     assert continued(model, cache) == plain("lfm2")
+
+
+@families
+def test_a_refused_call_changes_no_running_state(name: str) -> None:
+    """Layers with a running state may come before the first one that attends."""
+    model, ids = model_of(name), prompt()
+    cache = read(model, PROMPT - 1)
+    for refused in (lambda: cache, lambda: new_cache(model)):
+        with pytest.raises(errors.NotAttachedError):
+            model(ids[:, :2], **cache_argument(refused()), use_cache=True)
+    assert continued(model, cache) == plain(name)
+    cache = new_cache(model)
+    with pytest.raises(errors.NotAttachedError):
+        model(ids, **cache_argument(cache), use_cache=True)
+    with kvrecall.attach(model):
+        assert generated(model, ids, cache) == plain(name)

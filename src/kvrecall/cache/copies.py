@@ -161,9 +161,9 @@ def rotate(
 ) -> Iterator[Iterator[Taken]]:
     """Passes pieces through buffers on a GPU, at least two, that are filled in turn: piece i lies in buffer i % places.
 
-    fill(i) copies a piece to its buffer, on a separate stream; the first ones when the context is entered. take(i) launches
-    what reads it, on the current stream; its results are yielded. At the end the current stream waits for copies in flight, so
-    that buffers may be freed or used again.
+    fill(i) copies a piece to its buffer, on a separate stream; the first ones when the context is entered. take(i) is yielded:
+    what reads it is launched on the current stream before the next one is asked for. At the end the current stream waits for
+    copies in flight, so that buffers may be freed or used again.
     """
     stream, here, sent = _reading(device), torch.cuda.current_stream(device), list[torch.cuda.Event]()
 
@@ -178,13 +178,12 @@ def rotate(
     def taken() -> Iterator[Taken]:
         for number in range(pieces):
             here.wait_event(sent[number])
-            found = take(number)
-            send(number + places)
-            yield found
+            yield take(number)
+            send(number + places)  # what it yields may be a view of the buffer, so the next piece comes behind its reader
 
-    for number in range(places):
-        send(number)
     try:
+        for number in range(places):
+            send(number)
         yield taken()
     finally:
         here.wait_stream(stream)

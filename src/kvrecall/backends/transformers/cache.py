@@ -206,21 +206,28 @@ class RetrievalCache(CacheState):
 
         Raises NotAttachedError outside a call of an attached model.
         """
-        if self.running is None or passes.current() is not self.running.whole:
-            raise NotAttachedError
+        self._check_called()
         if layer_idx == self._attention_numbers[0]:
             self._begin_pass(key_states)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As in transformers. The states outlive the call, whose mode may be another than that of the next one."""
+        """As in transformers. The states outlive the call, whose mode may be another than that of the next one. Raises as
+        `update`: layers with a state may come before the first one that attends."""
+        self._check_called()
         with lasting_tensors():
             return super().update_conv_state(*args, **kwargs)
 
     def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor:
         """As `update_conv_state`."""
+        self._check_called()
         with lasting_tensors():
             return super().update_recurrent_state(*args, **kwargs)
+
+    def _check_called(self) -> None:
+        """Raises NotAttachedError outside a call of an attached model."""
+        if self.running is None or passes.current() is not self.running.whole:
+            raise NotAttachedError
 
     @operation("crop", captured=True)
     def crop(self, tokens_to_remove: int) -> None:

@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial, wraps
 from types import MethodType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from kvrecall.backends.transformers.joint import JointCache
 from kvrecall.backends.transformers.owner import Claim
 from kvrecall.backends.transformers.passes import ForwardPass, Inputs
 from kvrecall.backends.transformers.pieces import wrapped_parts
+from kvrecall.backends.transformers.rotary_module import CALL
 from kvrecall.core.errors import (
     CacheInUseError,
     CacheModelError,
@@ -38,8 +40,6 @@ from kvrecall.core.errors import (
 )  # fmt: skip
 from kvrecall.core.extras import check_process
 
-_CALL = "_call_impl"
-"""The method that calls a module, with its hooks and with whatever has replaced its `forward`."""
 _lock = threading.RLock()
 _attached: dict[PreTrainedModel, Attachment] = {}
 
@@ -69,9 +69,11 @@ def _leave(model: PreTrainedModel, context: object) -> None:
     with deferred_interrupt():
         attachment = _attached.get(model)
         if attachment is not None:
-            attachment.recover()  # without the lock, because it may wait for another thread
-            with _lock:
-                attachment.leave(context)
+            try:
+                attachment.recover()  # without the lock, because it may wait for another thread
+            finally:
+                with _lock:
+                    attachment.leave(context)
 
 
 def _wrap(module: Any, name: str, around: Callable[..., Any]) -> Callable[[], None]:
@@ -86,7 +88,7 @@ def _wrap(module: Any, name: str, around: Callable[..., Any]) -> Callable[[], No
         return around(own, *args, **kwargs)
 
     setattr(module, name, MethodType(wrapped, module))
-    return partial(delattr, module, name) if replaced is None else partial(setattr, module, name, replaced)
+    return partial(vars(module).pop, name, None) if replaced is None else partial(setattr, module, name, replaced)
 
 
 class Attachment:
@@ -102,6 +104,8 @@ class Attachment:
         self._methods = ExitStack()
         """Restores the methods of `generate` once no context is left."""
         self._running: list[ForwardPass] = []
+        self._interrupted: WeakSet[Any] = WeakSet()
+        """Caches of passes that are over and neither accepted nor undone."""
 
     def enter(self, context: object, capture: Capture | None, tokenizer: Any = None) -> None:
         """Adds a context."""
@@ -111,7 +115,7 @@ class Attachment:
             self._calls.enter_context(registered())
             parts = [(part, self._call) for part in self._model.modules() if isinstance(part, PreTrainedModel)]
             for part, around in [*wrapped_parts(self._model), *parts]:
-                self._calls.callback(_wrap(part, _CALL, around))
+                self._calls.callback(_wrap(part, CALL, around))
         if not self._contexts:
             for name, around in wrappers(self._model, self._capture).items():
                 if hasattr(self._model, name):
@@ -131,18 +135,27 @@ class Attachment:
 
     def recover(self) -> None:
         """Undoes interrupted passes. A cache in use elsewhere has been restored by its user."""
-        for cache in [part.cache for running in self._running if not running.alive() for part in running.parts]:
+        with _lock:
+            self._end_passes()
+            interrupted = list(self._interrupted)
+        for cache in interrupted:
             with suppress(CacheInUseError):
                 cache.align()
+        self._interrupted.difference_update(interrupted)
 
     def _clean(self) -> None:
         with _lock:
-            for dead in [running for running in self._running if not running.alive()]:
-                dead.restore()
-            self._running = [running for running in self._running if running.parts]
-            if not self._contexts and not any(running.alive() for running in self._running):
+            self._end_passes()
+            if not self._contexts and not self._running:
                 self._calls.close()
                 _attached.pop(self._model, None)
+
+    def _end_passes(self) -> None:
+        """Makes the model call its own attention function where a pass is over; `_lock` is held."""
+        for dead in [running for running in self._running if not running.alive()]:
+            dead.restore()
+            self._interrupted.update(part.cache for part in dead.parts)
+        self._running = [running for running in self._running if running.alive()]
 
     def _call(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A call of the model, or of a model inside it."""
@@ -160,7 +173,8 @@ class Attachment:
         try:
             running = self._begin(cache, _inputs(args, kwargs), claim)
             try:
-                output = own(*args, **kwargs)
+                with _inputs_behind_hooks(getattr(own, "__self__", None), running):
+                    output = own(*args, **kwargs)
             except Exception:
                 with suppress(Exception):  # the cache repairs itself at its next use
                     running.finish(failed=True)
@@ -188,6 +202,24 @@ class Attachment:
                 self._running.append(running)
                 running.begin(switched(self._configs))
         return running
+
+
+@contextmanager
+def _inputs_behind_hooks(module: Any, running: ForwardPass) -> Iterator[None]:
+    """Inside, a pass learns what the hooks that come before the module's forward make of the inputs."""
+    if not getattr(module, "_forward_pre_hooks", None):
+        yield
+        return
+
+    def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if running.here():
+            running.meet(_inputs(args, kwargs))
+
+    handle = module.register_forward_pre_hook(see, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:

@@ -118,6 +118,12 @@ class ForwardPass:
         for part in self.parts:
             part.enter(part)
 
+    def meet(self, inputs: Inputs) -> None:
+        """Its inputs are these. Raises as `check_inputs`. Of several caches, each keeps its own."""
+        if len(self.parts) == 1:
+            check_inputs(self.parts[0].cache, inputs)
+            self.parts[0].inputs = inputs
+
     def alive(self) -> bool:
         """Whether the call that began it still runs."""
         return self.claim.alive()
@@ -146,7 +152,10 @@ class ForwardPass:
                     else:  # out of memory while undoing; the cache repairs itself at its next use
                         self.failed.setdefault(number, error)
         if raised is not None:
-            raise raised
+            try:
+                raise raised
+            finally:  # a traceback refers to this frame, and this frame would to the error and to the caches
+                raised = parts = part = None
 
     def abandon(self, torn: bool = False) -> bool:
         """Ends the pass of a call that is over, after an exception such as KeyboardInterrupt; returns whether it was undone.

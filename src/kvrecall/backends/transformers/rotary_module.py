@@ -128,9 +128,15 @@ class ModelRotary(Rotary):
         return torch.where(stays, 1.0, cos[:, self._column]), torch.where(stays, 0.0, sin[:, self._column] * self._sign)
 
 
+CALL = "_call_impl"
+"""The method that calls a module, with its hooks and with whatever has replaced its `forward`: wrapped in attached models."""
+
+
 @dataclass(frozen=True)
 class ModuleState:
-    """Attributes and buffers of a module, with copies of the buffers, because some kinds of scaling change them."""
+    """Attributes and buffers of a module, with copies of the buffers, because some kinds of scaling change them.
+
+    Without `CALL`: another thread may attach the model, or leave it, meanwhile."""
 
     attributes: dict[str, Any]
     buffers: dict[str, Tensor | None]
@@ -138,7 +144,7 @@ class ModuleState:
 
     def restore(self, module: nn.Module) -> None:
         """Restores changed attributes, and buffers in place."""
-        for name in set(vars(module)) - set(self.attributes):
+        for name in set(vars(module)) - {*self.attributes, CALL}:
             del module.__dict__[name]
         module.__dict__.update(self.attributes)
         for name in set(module._buffers) - set(self.buffers):
@@ -154,7 +160,8 @@ def state_of(module: nn.Module) -> ModuleState:
     """The state of a module, for `ModuleState.restore`."""
     buffers = dict(module._buffers)
     numbers = {name: x.clone() for name, x in buffers.items() if x is not None and not x.is_meta}
-    return ModuleState(dict(vars(module)), buffers, numbers)
+    attributes = {name: value for name, value in vars(module).items() if name != CALL}
+    return ModuleState(attributes, buffers, numbers)
 
 
 def _left_open(value: Any) -> Any:
