@@ -53,7 +53,8 @@ def told(code: str, ends: int = 0) -> tuple[Any, str]:
     """What a process prints last, as JSON, and the last line of its log. code: behind `START`. ends: its exit code."""
     run = subprocess.run([sys.executable, "-c", START + code], capture_output=True, text=True, timeout=240)
     assert run.returncode == ends, run.stderr[-3000:]
-    return json.loads(run.stdout.splitlines()[-1]), ["", *run.stderr.splitlines()][-1]
+    printed = [line for line in run.stdout.splitlines() if line.startswith(("[", "{"))]  # vLLM logs there, too
+    return json.loads(printed[-1]), ["", *run.stderr.splitlines()][-1]
 
 
 @needs_vllm
