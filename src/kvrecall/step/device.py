@@ -118,8 +118,7 @@ class Scratch:
     """Scratch that all layers of one shape share."""
 
     def __init__(self, method: Method, index: SphereConfig, shape: LayerShape, maps: Maps, most: int, longest: int) -> None:
-        """most: tokens that a pass decodes. longest: tokens of a sequence. Raises ParameterError for settings without a
-        kernel."""
+        """most: tokens that a pass decodes. longest: tokens of a sequence. For settings that `Settings.check_gpu` accepts."""
         assert method.top_k is not None
         self.sinks, self.local, self.top_k = method.sink_tokens, method.local_tokens, method.top_k
         heads, dim, device = shape.kv_heads, shape.head_dim, shape.device

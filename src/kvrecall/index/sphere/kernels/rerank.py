@@ -72,10 +72,8 @@ def rerank_kernel(
             i_h, p_own = i_bh % OWN_HEADS, p_table + i_bh // OWN_HEADS * TABLE
             b_block = tl.load(p_own + b_id // BLOCK, mask=m_c, other=0).to(tl.int64)[:, None]
             o_unit = (i_h * BLOCK + b_id % BLOCK)[:, None] * UNITS + o_u[None, :]
-            o_sign, o_level = (
-                b_block * numbers_of(p_signs, BYTES) + o_unit,
-                b_block * numbers_of(p_magnitudes, BYTES) + o_unit * 3,
-            )
+            o_sign = b_block * numbers_of(p_signs, BYTES) + o_unit
+            o_level = b_block * numbers_of(p_magnitudes, BYTES) + o_unit * 3
             b_sign = tl.load(in_rows(p_signs, o_sign), mask=m_u, other=0).to(tl.int32)
             b_low = tl.load(in_rows(p_magnitudes, o_level), mask=m_u, other=0).to(tl.int32)
             b_mid = tl.load(in_rows(p_magnitudes, o_level + 1), mask=m_u, other=0).to(tl.int32)
