@@ -13,7 +13,6 @@ from kvrecall.attend.reference import attend_rows
 from kvrecall.core.errors import NonFiniteError, ParameterError
 from kvrecall.core.structs import AttentionParams, Budget, Rows
 from kvrecall.index.base import LayerShape
-from kvrecall.index.exact import ExactConfig
 from kvrecall.index.statistics import KeyStatistics, LayerStatistics
 from kvrecall.layer.pipeline import decode_step, prefill_layer
 from kvrecall.layer.state import LayerState
@@ -322,5 +321,5 @@ def test_block_sizes_that_pages_cannot_have_are_refused(size: int) -> None:
 def test_a_device_without_kernels_is_refused() -> None:
     with pytest.raises(ParameterError, match=r"device: expected a CPU, or a GPU .*, got 'xpu:0'"):
         summaries_of(Settings.of(None).index, replace(SHAPE, device=torch.device("xpu:0")), SIZE)
-    with pytest.raises(ParameterError, match=r"method: expected one with kernels .*, got 'exact'"):
-        check_device(torch.device("cuda:0"), ExactConfig())
+    with pytest.raises(ParameterError, match=r"device: expected a CPU, or a GPU .*, got 'xpu:0'"):
+        check_device(torch.device("xpu:0"))
