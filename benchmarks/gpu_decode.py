@@ -190,19 +190,18 @@ def retrieval(
     if compiled:
         check_compiled(model)
     check_step(name, model, cache, first, room, compiled)
-    decoder = source.decoder(model, cache, room, compiled=compiled)
+    captured = source.captured(model, cache, compiled)
     fed = cycle(torch.randint(0, model.config.vocab_size, (steps + 8, batch, 1), device="cuda"))
 
     def step() -> None:
-        decoder.input_ids.copy_(next(fed))
-        decoder.step()
+        captured.step(next(fed), room)
 
     for _ in range(5):
         step()
     times = times_of(step, steps)
     device = before - free_device_bytes(model.device)
-    decoder.check()
-    decoder.close()
+    captured.runner.check_finite()
+    captured.close()
     stats = cache.stats()
     total, made = stats.total, max(layer.counters.steps for layer in stats.layers)
     selected, reused = total.counters.retrieved_tokens, total.counters.reused_rows

@@ -35,7 +35,7 @@ from kvrecall.index.sphere import SphereConfig, SphereIndex
 from kvrecall.index.sphere.plan import StepPlan
 from kvrecall.index.sphere.step import SphereStep
 from kvrecall.index.step import SlotStep
-from kvrecall.layer.slots.layers import Joined, Layers
+from kvrecall.layer.slots.layers import Layers, SlotLease
 from kvrecall.layer.slots.search import SearchSlots
 from kvrecall.layer.state import LayerState
 from kvrecall.methods.base import Method
@@ -169,7 +169,7 @@ class Bench:
         for number in range(layers):
             self._add_layer(number)
         assert isinstance(method.index_config(), SphereConfig)
-        joined = Joined(self.states, [0], 1024)
+        joined = SlotLease(self.states, [0], 1024)
         self.slots = Layers(self.states, 1, joined.behind_sink)
         self.slots.join(joined)
         self.layers = [x for x in self.slots.all if isinstance(x, SearchSlots)]

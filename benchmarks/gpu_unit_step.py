@@ -8,7 +8,7 @@ from torch import Tensor
 from benchmarks.checks import require
 from kvrecall.attend.reference import attend_rows
 from kvrecall.core.structs import AttentionParams, Budget, Rows
-from kvrecall.layer.slots.layers import Joined, Layers
+from kvrecall.layer.slots.layers import Layers, SlotLease
 from kvrecall.layer.slots.search import SearchSlots
 from kvrecall.layer.state import LayerState
 from kvrecall.trigger import EveryStep
@@ -23,7 +23,7 @@ class UnitStep:
     def __init__(self, state: LayerState, room: int, parity: Tensor) -> None:
         """room: steps to make room for. parity: int64 `[1]`, turned from step to step by whoever makes them."""
         self.state, self.index = state, state.index
-        self._joined = Joined([state], [0], room)
+        self._joined = SlotLease([state], [0], room)
         self.layers = Layers([state], 1, self._joined.behind_sink)
         self.layers.join(self._joined)
         layer = self.layers.all[0]

@@ -16,8 +16,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from benchmarks.gpu_layer import turn
-from kvrecall.backends.transformers.capture.decoder import CapturedDecoder
-from kvrecall.backends.transformers.capture.recorded import Member, RecordedStep
+from kvrecall.backends.transformers.cache import RetrievalCache
+from kvrecall.backends.transformers.capture.graph import CacheLease, DecodeGraph
+from kvrecall.backends.transformers.capture.runner import CapturedSteps
 from kvrecall.backends.transformers.families import ModelSignature
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.structs import AttentionParams
@@ -43,9 +44,9 @@ class Gaussian:
         """The prompt's last queries, `[H_q, number, D]`: some methods judge keys by them."""
         return torch.randn(self.made.query_heads, number, self.made.head_dim, **self._like)
 
-    def decoder(self, *arguments: Any, **options: Any) -> CapturedDecoder:
-        """A captured decoder whose layers are asked what this says."""
-        return CapturedDecoder(*arguments, **options)
+    def captured(self, model: PreTrainedModel, cache: RetrievalCache, compiled: bool) -> CapturedSteps:
+        """Captured steps whose layers are asked what this says."""
+        return CapturedSteps(model, cache, required=True, compiled=compiled)
 
 
 class Turning(Gaussian):
@@ -59,8 +60,10 @@ class Turning(Gaussian):
         """Makes them those of the step after, in place."""
         turn(queries)
 
-    def decoder(self, *arguments: Any, **options: Any) -> CapturedDecoder:
-        return type("AskingDecoder", (CapturedDecoder,), {"kind": asking(self)})(*arguments, **options)
+    def captured(self, model: PreTrainedModel, cache: RetrievalCache, compiled: bool) -> CapturedSteps:
+        steps = super().captured(model, cache, compiled)
+        steps.runner.graph_class = asking(self)
+        return steps
 
 
 class Traced(Turning):
@@ -128,15 +131,15 @@ def _asked(step: int, layer: LayerTrace) -> Tensor:
     return layer.queries[step].unsqueeze(1)
 
 
-class AskingStep(RecordedStep):
+class AskingGraph(DecodeGraph):
     """Asks every layer what a source says, `queries` `[layers, slots, H_q, 1, D]`. What the model makes of a token is computed
     all the same, and left."""
 
     source: Turning
 
-    def record(self, model: PreTrainedModel, call: Any, member: Member) -> None:
+    def record(self, model: PreTrainedModel, call: Any, lease: CacheLease) -> None:
         self.queries = self.source.queries(len(self.layers.all), self.slots)
-        super().record(model, call, member)
+        super().record(model, call, lease)
 
     def replay(self) -> None:
         super().replay()
@@ -146,6 +149,6 @@ class AskingStep(RecordedStep):
         return super()._attend(layer, self.queries[self.layers.all.index(layer)], keys, values, params)
 
 
-def asking(source: Turning, kind: type[RecordedStep] = AskingStep) -> type[RecordedStep]:
-    """A class of steps whose layers are asked what the source says. kind: what they are beside that."""
+def asking(source: Turning, kind: type[DecodeGraph] = AskingGraph) -> type[DecodeGraph]:
+    """A class of graphs whose layers are asked what the source says. kind: what they are beside that."""
     return type("Asking", (kind,), {"source": source})

@@ -22,9 +22,8 @@ from benchmarks.models import attention_of, let_go
 from kvrecall.backends.transformers import RetrievalCache, attach
 from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.backends.transformers.capture.compiled import compiled_modules
-from kvrecall.backends.transformers.capture.decoder import CapturedDecoder
-from kvrecall.backends.transformers.capture.graphs import release
-from kvrecall.backends.transformers.capture.recorded import Member, RecordedStep
+from kvrecall.backends.transformers.capture.graph import CacheLease, DecodeGraph
+from kvrecall.backends.transformers.capture.runner import CapturedSteps, release
 from kvrecall.backends.transformers.capture.verify import TOLERANCE, Attended
 from kvrecall.backends.transformers.layer import RetrievalLayer
 from kvrecall.core.structs import AttentionParams
@@ -34,34 +33,23 @@ COMPILED_TOLERANCE = 0.08
 """The same of logits with compiled modules: what the plain ones round to bf16 in between grows through a random model."""
 
 
-class WatchedStep(RecordedStep):
+class WatchedGraph(DecodeGraph):
     """Keeps what every layer is asked and answers; as long as somebody holds those tensors, the graph gives their memory to
     nothing else, so that a replay leaves its own values in them."""
 
-    def record(self, model: PreTrainedModel, call: Any, member: Member) -> None:
+    def record(self, model: PreTrainedModel, call: Any, lease: CacheLease) -> None:
         self.seen: dict[SlotLayer, Attended] = {}
-        super().record(model, call, member)
+        super().record(model, call, lease)
 
     def _attend(self, layer: SlotLayer, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Tensor:
         out = super()._attend(layer, queries, keys, values, params)
         self.seen[layer] = Attended(queries, keys, values, params, out)
         return out
 
-    def asked(self, sequences: int) -> list[Attended]:
+    def attended(self, sequences: int) -> list[Attended]:
         """Copies, in the order of the layers, of the first so many slots."""
         every = [self.seen[layer].of(list(range(sequences))) for layer in self.layers.all]
         return [Attended(x.queries.clone(), x.keys.clone(), x.values.clone(), x.params, x.out.clone()) for x in every]
-
-
-class Watched(CapturedDecoder):
-    """Steps of which is known what every layer was asked and has answered."""
-
-    kind = WatchedStep
-
-    def asked(self) -> list[Attended]:
-        """Of the last step, copies, in the order of the layers."""
-        assert isinstance(self.recorded, WatchedStep)
-        return self.recorded.asked(len(self.input_ids))
 
 
 def agree(what: str, made: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> float:
@@ -76,8 +64,8 @@ def agree(what: str, made: Tensor, expected: Tensor, tolerance: float = TOLERANC
 
 
 def check_step(
-    name: str, model: PreTrainedModel, cache: RetrievalCache, input_ids: Tensor, room_tokens: int, compiled: bool = False,
-    decoder: type[Watched] = Watched,
+    name: str, model: PreTrainedModel, cache: RetrievalCache, input_ids: Tensor, reserve_tokens: int, compiled: bool = False,
+    graph_class: type[WatchedGraph] = WatchedGraph,
 ) -> list[float]:  # fmt: skip
     """The differences between what the layers answer in a captured step on tokens `[B, 1]` and what they answer uncaptured.
 
@@ -85,12 +73,14 @@ def check_step(
     yet. Raises CheckError where a difference is too large, CaptureError for what cannot be captured or compiled.
     """
     with _forgotten(cache, input_ids.shape[0]):
-        watched = decoder(model, cache, room_tokens, compiled=compiled)
-        watched.input_ids.copy_(input_ids)
-        watched.step()
-        replayed = watched.asked()
-        watched.close()
-    del watched
+        captured = CapturedSteps(model, cache, required=True, compiled=compiled)
+        captured.runner.graph_class = graph_class
+        captured.step(input_ids, reserve_tokens)
+        graph = captured.runner.graph
+        assert isinstance(graph, WatchedGraph)
+        replayed = graph.attended(len(input_ids))
+        captured.close()
+    del captured, graph
     release(model)
     let_go()
     errors: list[float] = []

@@ -161,7 +161,7 @@ def forced(model: Any, method: Any, ids: Any, answer: list[int], device: str) ->
     import kvrecall
     from kvrecall import engine
     from kvrecall.backends.transformers.cache_name import cache_argument
-    from kvrecall.backends.transformers.capture.decoder import CapturedDecoder
+    from kvrecall.backends.transformers.capture.runner import GraphRunner, StepInput
     from kvrecall.backends.transformers.capture.verify import difference
 
     caches = [kvrecall.RetrievalCache(model.config, method) for _ in range(2)]
@@ -175,18 +175,19 @@ def forced(model: Any, method: Any, ids: Any, answer: list[int], device: str) ->
             shortcuts.take()
             without_gpu(patch)
         tokens = torch.tensor(answer, device=device).view(-1, 1, 1)
-        decoder = CapturedDecoder(model, caches[0], len(answer) // 2, input_ids=tokens[0])
+        runner = GraphRunner(model)
         found = []
         for number, token in enumerate(tokens):
-            decoder.input_ids.copy_(token)
-            made = decoder.step().float().clone()
+            [logits] = runner.step([StepInput(caches[0], token, len(answer) // 2)])
+            assert isinstance(logits, torch.Tensor)
+            made = logits.float().clone()
             with kvrecall.attach(model):
                 out = model(input_ids=token, **cache_argument(caches[1]), use_cache=True, logits_to_keep=1)
             expected = out.logits[:, -1].float()
             found.append(difference(made, expected))
             if number + 1 < len(answer) and found[-1] < NEAR_TIE:
                 assert int(made.argmax()) == answer[number + 1], (number, found)
-        decoder.close()
+        runner.close()
     return found
 
 

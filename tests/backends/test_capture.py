@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 from unittest.mock import Mock
 
@@ -23,10 +24,11 @@ from tests.backends.models import tiny
 from tests.layers import DIM, state, tokens
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
-from kvrecall.backends.transformers.capture import decoder as captured
+from kvrecall.backends.transformers.capture import runner
 from kvrecall.backends.transformers.capture.calls import captured_decoding
 from kvrecall.backends.transformers.capture.check import check_methods
-from kvrecall.backends.transformers.capture.recorded import RecordedStep
+from kvrecall.backends.transformers.capture.graph import DecodeGraph
+from kvrecall.backends.transformers.capture.runner import CapturedSteps, GraphRunner, StepInput
 from kvrecall.index.sphere.plan import StepPlan
 from kvrecall.layer.slots.layers import Layers
 from tests.interpreted.slots import in_slots
@@ -45,8 +47,8 @@ def test_without_a_gpu_capture_is_refused_and_left_out() -> None:
 def test_a_model_that_waits_to_be_captured_answers_padded_prompts_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """`generate` must see the model's own signature, or it leaves out the positions of padded prompts."""
     model = tiny("llama")
-    monkeypatch.setattr(captured, "check_capture", lambda *_: None)
-    monkeypatch.setattr(captured, "long_enough", lambda _: False)
+    monkeypatch.setattr(runner, "check_capture", lambda *_: None)
+    monkeypatch.setattr(runner, "long_enough", lambda _: False)
     prompt = torch.randint(5, 90, (2, 30), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(prompt)
     mask[1, :13] = 0
@@ -124,8 +126,8 @@ def test_what_only_shows_at_capture_is_decoded_uncaptured_unless_capture_was_req
         raise CaptureError("the system refused to pin host memory", "Raise the limit.")
 
     expected = engine.generate(model, None, prefilled(model)[1], prefilled(model)[0], max_new_tokens=6).new_tokens
-    monkeypatch.setattr(captured, "check_capture", lambda *_: None)
-    monkeypatch.setattr(captured, "CapturedDecoder", refuse)
+    monkeypatch.setattr(runner, "check_capture", lambda *_: None)
+    monkeypatch.setattr(GraphRunner, "_begin", refuse)
     cache, prompt = prefilled(model)
     with captured_decoding(model, cache, 8, required=False):
         assert engine.generate(model, None, prompt, cache, max_new_tokens=6).new_tokens == expected
@@ -135,39 +137,39 @@ def test_what_only_shows_at_capture_is_decoded_uncaptured_unless_capture_was_req
         engine.generate(model, None, prompt, cache, max_new_tokens=6)
 
 
-class Borrowing:
-    """Stands for a captured decoder: its steps are uncaptured ones, and the cache is nobody else's until it is closed."""
+class Borrowing(GraphRunner):
+    """Its steps are uncaptured ones, and a cache is nobody else's until it is given back."""
 
     borrowed = 0
     steps = 0
 
-    def __init__(
-        self, model: Any, cache: kvrecall.RetrievalCache, room: int, call: Any, compiled: bool, ids: Any, width: int = 1
-    ) -> None:  # fmt: skip
-        Borrowing.borrowed += 1
-        self.cache, self.call, self.input_ids = cache, call, torch.zeros_like(ids)
-        self._own(Mock(side_effect=AssertionError("the graph owns the cache")))
+    def borrow(self, inputs: Sequence[StepInput]) -> None:
+        [(cache, *_)] = inputs
+        Borrowing.borrowed += not cache.captured
+        self._own(cache, Mock(side_effect=AssertionError("the graph owns the cache")))
 
-    def _own(self, captured: Any) -> None:
-        for layer in self.cache.retrieval_layers:
-            layer.captured = captured
-
-    def step(self) -> torch.Tensor:
+    def step(self, inputs: Sequence[StepInput]) -> list[torch.Tensor | Exception]:
+        [(cache, tokens, _)] = inputs
         Borrowing.steps += 1
-        owner = self.cache.retrieval_layers[0].captured
-        self._own(None)
-        logits = self.call(input_ids=self.input_ids, **cache_argument(self.cache), use_cache=True).logits[:, -1]
-        self._own(owner)
-        return logits
+        self.borrow(inputs)
+        owner = cache.retrieval_layers[0].captured
+        self._own(cache, None)
+        logits = self.forward(input_ids=tokens, **cache_argument(cache), use_cache=True).logits[:, -1]
+        self._own(cache, owner)
+        return [logits]
 
-    def close(self) -> None:
-        self._own(None)
+    def leave(self, cache: kvrecall.RetrievalCache) -> None:
+        self._own(cache, None)
+
+    def _own(self, cache: kvrecall.RetrievalCache, captured: Any) -> None:
+        for layer in cache.retrieval_layers:
+            layer.captured = captured
 
 
 @pytest.fixture
 def borrowing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captured, "check_capture", lambda *_: None)
-    monkeypatch.setattr(captured, "CapturedDecoder", Borrowing)
+    monkeypatch.setattr(runner, "check_capture", lambda *_: None)
+    monkeypatch.setattr(runner, "GraphRunner", Borrowing)
     monkeypatch.setattr(Borrowing, "borrowed", 0)
     monkeypatch.setattr(Borrowing, "steps", 0)
 
@@ -219,7 +221,7 @@ def test_a_gpu_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     with pytest.raises(CaptureError, match=r"compute capability is 7\.5, below 8\.0.*Decode with model\.generate"):
-        captured.check_capture(model, kvrecall.RetrievalCache(model.config, RETRIEVES))
+        runner.check_capture(model, kvrecall.RetrievalCache(model.config, RETRIEVES))
 
 
 DYNAMIC: dict[str, Any] = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
@@ -266,10 +268,10 @@ def test_a_recording_that_fails_leaves_the_cache_as_it_was(family: str, monkeypa
     def fail(*_: Any) -> None:
         raise RuntimeError("operation not permitted when stream is capturing\nmore about it")
 
-    monkeypatch.setattr(captured, "check_capture", lambda *_: None)
-    monkeypatch.setattr(RecordedStep, "record", fail)
+    monkeypatch.setattr(runner, "check_capture", lambda *_: None)
+    monkeypatch.setattr(DecodeGraph, "record", fail)
     with pytest.raises(CaptureError, match="not permitted when stream is capturing"):
-        captured.CapturedDecoder(model, cache, 8)
+        CapturedSteps(model, cache, required=True).step(prompt[:, :1], 8)
     assert engine.generate(model, None, prompt, cache, max_new_tokens=6).new_tokens == expected
 
 

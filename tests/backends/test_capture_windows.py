@@ -15,9 +15,10 @@ from kvrecall.core.errors import CaptureError
 from tests.backends.models import SMALL, tiny
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
-from kvrecall.backends.transformers.capture import decoder as captured
+from kvrecall.backends.transformers.capture import runner
 from kvrecall.backends.transformers.capture.check import check_layers
-from kvrecall.backends.transformers.capture.recorded import RecordedStep
+from kvrecall.backends.transformers.capture.graph import DecodeGraph
+from kvrecall.backends.transformers.capture.runner import GraphRunner, StepInput
 from tests.backends.test_capture import RETRIEVES, prefilled
 
 WINDOWS: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
@@ -72,29 +73,29 @@ def test_windows_that_are_not_the_mask_s_or_keep_their_past_are_refused() -> Non
 
 def test_padding_between_tokens_that_are_still_seen_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second turn is padded on the left, so behind the first; it is no matter where only padding is before it in a window."""
-    monkeypatch.setattr(captured, "check_capture", lambda *_: None)
-    monkeypatch.setattr(RecordedStep, "record", lambda *_: None)
+    monkeypatch.setattr(runner, "check_capture", lambda *_: None)
+    monkeypatch.setattr(DecodeGraph, "record", lambda *_: None)
     model = tiny("gemma2", sliding_window=8)
     prompt = torch.randint(5, 90, (2, 60), generator=torch.Generator().manual_seed(2))
     mask = torch.ones_like(prompt)
     mask[1, 40:43] = 0
-    cache = kvrecall.RetrievalCache(model.config, RETRIEVES)
+    cache, captured = kvrecall.RetrievalCache(model.config, RETRIEVES), GraphRunner(model)
     for end, refused in ((40, False), (44, True), (46, True), (47, False), (52, False)):
         engine.prefill(model, prompt[:, :end], cache, attention_mask=mask[:, :end])
         before = list(cache.layers)
         if refused:
             with pytest.raises(CaptureError, match="the window of layer 0 holds padding between tokens"):
-                captured.CapturedDecoder(model, cache, 8)
+                captured.borrow([StepInput(cache, prompt[:, :1], 8)])
         else:
-            decoder = captured.CapturedDecoder(model, cache, 8)
+            captured.borrow([StepInput(cache, prompt[:, :1], 8)])
             assert [type(x).__name__ for x in cache.layers] == ["SlidingWindow", "RetrievalLayer", "SlidingWindow"]
             monkeypatch.setattr(torch.cuda, "current_stream", Mock)
-            decoder.close()
+            captured.close()
         assert cache.layers == before
 
 
 def test_a_window_that_does_not_fit_names_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captured, "check_capture", lambda *_: None)
+    monkeypatch.setattr(runner, "check_capture", lambda *_: None)
     model = tiny("gemma2")
     cache = prefilled(model)[0]
     before = list(cache.layers)
@@ -102,5 +103,5 @@ def test_a_window_that_does_not_fit_names_its_bytes(monkeypatch: pytest.MonkeyPa
         "kvrecall.backends.transformers.capture.sliding.WholeAttention", Mock(side_effect=torch.OutOfMemoryError)
     )
     with pytest.raises(CaptureError, match="layer 0's windows of 32,768 bytes"):
-        captured.CapturedDecoder(model, cache, 8)
+        GraphRunner(model).borrow([StepInput(cache, torch.zeros(1, 1, dtype=torch.int64), 8)])
     assert cache.layers == before and all(layer.captured is None for layer in cache.retrieval_layers)

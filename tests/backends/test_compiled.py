@@ -173,18 +173,18 @@ def test_without_captured_steps_it_is_refused_or_has_no_effect() -> None:
 
 
 def test_a_failing_compilation_leaves_the_cache_as_it_was_and_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvrecall.backends.transformers.capture import decoder as captured
+    from kvrecall.backends.transformers.capture import runner
 
     pytest.importorskip("triton", reason="Triton is only there on Linux")
     from torch._inductor.exc import InvalidCxxCompiler
 
     from kvrecall.backends.transformers.capture import compiled
-    from kvrecall.backends.transformers.capture.recorded import RecordedStep
+    from kvrecall.backends.transformers.capture.graph import DecodeGraph
 
     def no_compiler(graph: Any, inputs: Any) -> Any:
         raise InvalidCxxCompiler
 
-    def record(step: RecordedStep, model: Any, *_: Any) -> None:
+    def record(step: DecodeGraph, model: Any, *_: Any) -> None:
         with step._modules(model):
             logits(model)
 
@@ -193,12 +193,12 @@ def test_a_failing_compilation_leaves_the_cache_as_it_was_and_names_the_remedy(m
     cache, other = (kvrecall.RetrievalCache(model.config, method) for _ in range(2))
     for one in (cache, other):
         engine.prefill(model, prompt, one)
-    monkeypatch.setattr(captured, "check_capture", lambda *_: None)
-    monkeypatch.setattr(RecordedStep, "record", record)
+    monkeypatch.setattr(runner, "check_capture", lambda *_: None)
+    monkeypatch.setattr(DecodeGraph, "record", record)
     plain = compiled.compiled_modules
     monkeypatch.setattr(compiled, "compiled_modules", lambda model: plain(model, no_compiler))
     with pytest.raises(CaptureError, match=r"C\+\+ compiler.*Leave out `compiled`"):
-        captured.CapturedDecoder(model, cache, 8, compiled=True)
+        runner.GraphRunner(model, compiled=True).borrow([runner.StepInput(cache, prompt[:, :1], 8)])
     assert is_plain(model)
     made, expected = (engine.generate(model, None, prompt, one, max_new_tokens=4).new_tokens for one in (cache, other))
     assert made == expected

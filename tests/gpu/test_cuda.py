@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvrecall
 from kvrecall.backends.transformers.cache_name import cache_argument
-from kvrecall.backends.transformers.capture.decoder import CapturedDecoder
+from kvrecall.backends.transformers.capture.runner import CapturedSteps
 from kvrecall.cache.host_memory import Region
 from kvrecall.core.cuda import HostCopy, to_device
 from kvrecall.core.errors import NonFiniteError
@@ -180,8 +180,8 @@ def test_a_captured_decode_finds_announced_memory_large_enough() -> None:
         return found
 
     before = places()
-    decoder = CapturedDecoder(model, cache, 40)
+    captured, tokens = CapturedSteps(model, cache, required=True), torch.zeros(2, 1, dtype=torch.int64, device="cuda")
     for _ in range(40):
-        decoder.step()
-    decoder.close()
+        captured.step(tokens, 40)
+    captured.close()
     assert places() == before

@@ -258,7 +258,7 @@ def compare_generations(method: kvrecall.Method, ragged: bool, model: PreTrained
 
 def test_a_captured_generation_leaves_the_codes_of_a_fresh_index() -> None:
     """Nothing waits for the host, over the end of a span too; every layer has the codes that its rows would get at once."""
-    from kvrecall.backends.transformers.capture.decoder import CapturedDecoder
+    from kvrecall.backends.transformers.capture.runner import CapturedSteps
 
     model = tiny()
     method = kvrecall.methods.get("pariskv-balanced", top_k=24, full_attention_threshold=0, **ZONES)
@@ -266,14 +266,14 @@ def test_a_captured_generation_leaves_the_codes_of_a_fresh_index() -> None:
     with torch.no_grad():
         engine.prefill(model, torch.randint(5, 500, (2, 500), device="cuda"), cache)
         before = [layer.state.index.lengths[0] for layer in cache.retrieval_layers]
-        decoder = CapturedDecoder(model, cache, 120)
-        for number in range(63):  # the decoder itself waits after 64 steps, to look at flags
+        captured, tokens = CapturedSteps(model, cache, required=True), torch.zeros(2, 1, dtype=torch.int64, device="cuda")
+        for number in range(63):  # the runner itself waits after 64 steps, to look at flags
             torch.cuda.set_sync_debug_mode("error" if number > 2 else "default")
             try:
-                decoder.step()
+                captured.step(tokens, 120)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        decoder.close()
+        captured.close()
     for layer, known in zip(cache.retrieval_layers, before, strict=True):
         index = layer.state.index
         assert index.lengths[0] // 64 > known // 64
@@ -316,7 +316,7 @@ def test_a_thousand_captured_steps_equal_the_uncaptured_ones(name: str) -> None:
 @pytest.mark.parametrize("name", ["products", "balanced", "page-means", "full"])
 def test_captured_guesses_give_the_plain_answer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Right ones, wrong ones and none. Equal tokens, zones and selections; a second turn goes on with them."""
-    from kvrecall.backends.transformers.capture.recorded import RecordedStep
+    from kvrecall.backends.transformers.capture.graph import DecodeGraph
     from kvrecall.engine.lookup import LookupDecoding
 
     method = kvrecall.Full() if name == "full" else METHODS[name]
@@ -324,19 +324,19 @@ def test_captured_guesses_give_the_plain_answer(name: str, monkeypatch: pytest.M
     prompt = torch.randint(5, 500, (1, 700), device="cuda", generator=torch.Generator("cuda").manual_seed(2))
     plain, cache = (kvrecall.RetrievalCache(model.config, method) for _ in range(2))
     expected = engine.generate(model, None, prompt, plain, max_new_tokens=300, eos_token_id=511)
-    answer, take = expected.new_tokens[0], RecordedStep.take
+    answer, take = expected.new_tokens[0], DecodeGraph.take
 
     def look_up(self: LookupDecoding) -> None:
         at = len(self.steps)
         wrong = at % 5
         self._guess = [] if wrong == 4 else [t if i != wrong else (t + 1) % 500 for i, t in enumerate(answer[at : at + 3])]
 
-    def counted(self: RecordedStep, tokens: int) -> None:
+    def counted(self: DecodeGraph, tokens: int) -> None:
         taken.append(tokens)
         take(self, tokens)
 
     monkeypatch.setattr(LookupDecoding, "_look_up", look_up)
-    monkeypatch.setattr(RecordedStep, "take", counted)
+    monkeypatch.setattr(DecodeGraph, "take", counted)
     options: dict[str, Any] = {"eos_token_id": 511, "prompt_lookup_num_tokens": 3, "capture": True}
     made = engine.generate(model, None, prompt, cache, max_new_tokens=300, **options)
     assert made.new_tokens == expected.new_tokens
@@ -351,7 +351,7 @@ def test_captured_guesses_give_the_plain_answer(name: str, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("name", ["paper", "louiskv", "prkv", "early"])
 def test_more_tokens_than_the_graph_has_room_for(name: str) -> None:
-    from kvrecall.backends.transformers.capture.decoder import CapturedDecoder
+    from kvrecall.backends.transformers.capture.runner import CapturedSteps
 
     model = tiny()
     prompt = torch.randint(5, 500, (1, 300), device="cuda", generator=torch.Generator("cuda").manual_seed(3))
@@ -360,11 +360,12 @@ def test_more_tokens_than_the_graph_has_room_for(name: str) -> None:
         cache = kvrecall.RetrievalCache(model.config, METHODS[name])
         with torch.no_grad():
             engine.prefill(model, prompt, cache)
-            decoder, tokens = CapturedDecoder(model, cache, room), []
+            captured, tokens = CapturedSteps(model, cache, required=True), [0]
             for _ in range(100):
-                tokens.append(int(decoder.step().argmax()))
-                decoder.input_ids.fill_(tokens[-1])
-            decoder.close()
+                logits = captured.step(torch.tensor([tokens[-1:]]), room)
+                assert logits is not None
+                tokens.append(int(logits.argmax()))
+            captured.close()
         found.append(tokens)
         assert cache.get_seq_length() == 400
     assert found[0] == found[1]
@@ -372,22 +373,22 @@ def test_more_tokens_than_the_graph_has_room_for(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["products", "louiskv", "balanced"])
 def test_no_memory_growth_over_five_thousand_steps(name: str) -> None:
-    from kvrecall.backends.transformers.capture.decoder import CapturedDecoder
+    from kvrecall.backends.transformers.capture.runner import CapturedSteps
 
     model = tiny(torch.bfloat16)
     cache = kvrecall.RetrievalCache(model.config, METHODS[name])
     prompt = torch.randint(5, 500, (1, 300), device="cuda", generator=torch.Generator("cuda").manual_seed(3))
     engine.prefill(model, prompt, cache)
-    decoder = CapturedDecoder(model, cache, 5200)
+    captured, tokens = CapturedSteps(model, cache, required=True), torch.zeros(1, 1, dtype=torch.int64, device="cuda")
     for _ in range(200):
-        decoder.step()
+        captured.step(tokens, 5200)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     for _ in range(5000):
-        decoder.step()
+        captured.step(tokens, 5200)
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() <= before
-    decoder.close()
+    captured.close()
 
 
 @pytest.mark.parametrize(("method", "reason"), [
@@ -406,15 +407,15 @@ def test_what_cannot_be_captured_says_why(method: kvrecall.Method, reason: str) 
 
 @pytest.mark.parametrize("name", ["paper", "louiskv"])
 def test_non_finite_keys_are_reported(name: str) -> None:
-    from kvrecall.backends.transformers.capture.decoder import CapturedDecoder
+    from kvrecall.backends.transformers.capture.runner import CapturedSteps
     from kvrecall.core.errors import NonFiniteError
 
     model = tiny()
     cache = kvrecall.RetrievalCache(model.config, METHODS[name])
     engine.prefill(model, torch.randint(5, 500, (1, 300), device="cuda"), cache)
-    decoder = CapturedDecoder(model, cache, 100)
+    captured = CapturedSteps(model, cache, required=True)
+    captured.step(torch.zeros(2, 1, dtype=torch.int64), 100)
     model.model.embed_tokens.weight.data[7] = float("nan")
-    decoder.input_ids.fill_(7)
-    decoder.step()
+    captured.step(torch.full((2, 1), 7), 100)
     with pytest.raises(NonFiniteError):
-        decoder.check()
+        captured.runner.check_finite()

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvrecall.backends.transformers.capture import decoder as captured
-from kvrecall.backends.transformers.capture.recorded import Member, RecordedStep
+from kvrecall.backends.transformers.capture import runner
+from kvrecall.backends.transformers.capture.graph import CacheLease, DecodeGraph
 
 
 class Idle:
@@ -20,15 +20,15 @@ class Idle:
         return lambda *_: None
 
 
-class Launched(RecordedStep):
+class Launched(DecodeGraph):
     """Launches in place of replays."""
 
     recorded_steps = 0
     """How many were recorded."""
 
-    def record(self, model: Any, call: Any, member: Member) -> None:
+    def record(self, model: Any, call: Any, lease: CacheLease) -> None:
         self._model, self._call = model, call
-        super().record(model, call, member)
+        super().record(model, call, lease)
 
     def _warm_up(self, launch: Any) -> torch.Tensor:
         self._branch: Any = Idle()
@@ -48,14 +48,14 @@ class Graph:
 
     def replay(self) -> None:
         step = self._step
-        step.logits = step._launch(step._model, partial(step._forward, step._call, step.members[0].cache))
+        step.logits = step._launch(step._model, partial(step._forward, step._call, step.leases[0].cache))
         step._move_on()
 
 
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Captures whatever is asked for, and waits for nothing."""
-    monkeypatch.setattr(captured, "check_capture", lambda *_: None)
-    monkeypatch.setattr(captured.CapturedDecoder, "kind", Launched)
+    monkeypatch.setattr(runner, "check_capture", lambda *_: None)
+    monkeypatch.setattr(runner.GraphRunner, "graph_class", Launched)
     monkeypatch.setattr(torch.cuda, "current_stream", Idle)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "Event", Idle)

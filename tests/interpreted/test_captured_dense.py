@@ -16,8 +16,8 @@ from tests.backends.models import tiny
 from tests.blocks import Device
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
-from kvrecall.backends.transformers.capture import decoder as captured
 from kvrecall.backends.transformers.capture.calls import captured_decoding
+from kvrecall.backends.transformers.capture.runner import CapturedSteps
 from tests.interpreted.launched import without_gpu
 
 SMALL: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
@@ -49,15 +49,21 @@ def prefilled(model: Any, tokens: int, method: kvrecall.Method = FULL, ragged: b
 
 
 def steps(
-    model: Any, cache: kvrecall.RetrievalCache, count: int, decoder: captured.CapturedDecoder | None = None, start: int = 0
+    model: Any,
+    cache: kvrecall.RetrievalCache,
+    count: int,
+    captured: CapturedSteps | None = None,
+    start: int = 0,
+    room: int = 20,
 ) -> Tensor:
     """Logits of so many single tokens, the same for every caller."""
     made = []
     for number in range(start, start + count):
         tokens = torch.tensor([[7 + number % 50], [9 + number % 60]])
-        if decoder is not None:
-            decoder.input_ids.copy_(tokens)
-            made.append(decoder.step().clone())
+        if captured is not None:
+            logits = captured.step(tokens, room)
+            assert logits is not None
+            made.append(logits.clone())
             continue
         with kvrecall.attach(model), torch.no_grad():
             length = cache.get_seq_length()
@@ -93,14 +99,13 @@ def close(made: Tensor, wanted: Tensor) -> None:
 def test_full_attention(tokens: int, ragged: bool, room: int) -> None:
     model = tiny("llama", **SMALL)
     made, wanted = (prefilled(model, tokens, ragged=ragged) for _ in range(2))
-    decoder = captured.CapturedDecoder(model, made, room)
-    close(steps(model, made, 9, decoder), steps(model, wanted, 9))
-    decoder.close()
+    captured = CapturedSteps(model, made, required=True)
+    close(steps(model, made, 9, captured, room=room), steps(model, wanted, 9))
+    captured.close()
     same(made, wanted)
     close(steps(model, made, 5, start=9), steps(model, wanted, 5, start=9))  # and goes on uncaptured, and captured again
-    decoder = captured.CapturedDecoder(model, made, room)
-    close(steps(model, made, 3, decoder, 14), steps(model, wanted, 3, start=14))
-    decoder.close()
+    close(steps(model, made, 3, captured, 14, room), steps(model, wanted, 3, start=14))
+    captured.close()
     same(made, wanted)
     assert all(layer.state.store.on_device for layer in made.retrieval_layers)
     assert made.stats().total.counters.bytes_to_host == made.stats().total.counters.bytes_to_device == 0
@@ -112,11 +117,11 @@ def test_forks_and_captured_steps_do_not_meet(method: kvrecall.Method) -> None:
     model = tiny("llama", **SMALL)
     first, plain = (prefilled(model, 41, method) for _ in range(2))
     other, plain_other = first.fork(), plain.fork()
-    decoder = captured.CapturedDecoder(model, first, 20)
+    captured = CapturedSteps(model, first, required=True)
     close(steps(model, other, 6, start=30), steps(model, plain_other, 6, start=30))
-    close(steps(model, first, 9, decoder), steps(model, plain, 9))
+    close(steps(model, first, 9, captured), steps(model, plain, 9))
     close(steps(model, other, 6, start=36), steps(model, plain_other, 6, start=36))
-    decoder.close()
+    captured.close()
     same(first, plain)
     same(other, plain_other)
 
@@ -126,18 +131,18 @@ def test_rows_that_move_to_the_host_while_steps_are_captured(device: Device) -> 
     model = tiny("llama", **SMALL)
     first, plain = (prefilled(model, 41) for _ in range(2))
     other, plain_other = first.fork(), plain.fork()
-    decoder = captured.CapturedDecoder(model, first, 20)
-    close(steps(model, first, 5, decoder), steps(model, plain, 5))
+    captured = CapturedSteps(model, first, required=True)
+    close(steps(model, first, 5, captured), steps(model, plain, 5))
     device.demands, device.refusing = 0, 1
     close(steps(model, other, 40, start=30), steps(model, plain_other, 40, start=30))
     assert not any(layer.state.store.on_device for layer in other.retrieval_layers)
-    close(steps(model, first, 9, decoder, 5), steps(model, plain, 9, start=5))
-    decoder.close()
+    close(steps(model, first, 9, captured, 5), steps(model, plain, 9, start=5))
+    captured.close()
     same(first, plain)
     same(other, plain_other)
     close(steps(model, first, 9, start=14), steps(model, plain, 9, start=14))
     with pytest.raises(CaptureError, match="layer 0 searches nothing and its keys and values are in host memory"):
-        captured.CapturedDecoder(model, first, 20)
+        CapturedSteps(model, first, required=True).step(ids(1), 20)
     same(first, plain)
 
 

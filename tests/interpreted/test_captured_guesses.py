@@ -20,11 +20,11 @@ from tests.interpreted.test_recorded import SMALL, prompt
 from tests.layers import DIM, ZONES, left_padded, state, tokens
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
-from kvrecall.backends.transformers.capture import decoder as captured
+from kvrecall.backends.transformers.capture.runner import CapturedSteps
 from kvrecall.engine import steps
 from kvrecall.engine.lookup import LookupDecoding
 from kvrecall.engine.loop import loop_of
-from kvrecall.layer.slots.layers import Joined, Layers, roomy
+from kvrecall.layer.slots.layers import Layers, SlotLease, bucket_length
 from tests.interpreted.launched import Launched, without_gpu
 
 pytestmark = pytest.mark.usefixtures("several_blocks")
@@ -50,8 +50,8 @@ def test_steps_and_what_is_left_behind_are_those_of_single_tokens(name: str) -> 
     for number in range(5):
         new = tokens(500 + number, 2, 1)
         decode_step(plain, *new, None, params), decode_step(other, *new, None, params)
-    joined = Joined([other], [0, 1], 64)
-    layers = Layers([other], 2, roomy(joined.behind_sink), WIDTH)
+    joined = SlotLease([other], [0, 1], 64)
+    layers = Layers([other], 2, bucket_length(joined.behind_sink), WIDTH)
     layers.join(joined)
     parity, fed, limited = torch.arange(WIDTH) % 2, 0, 0
     for number, wanted in enumerate((2, 0, 3, 3)):
@@ -92,9 +92,9 @@ def test_steps_and_what_is_left_behind_are_those_of_single_tokens(name: str) -> 
 def test_layers_that_cannot_take_back_tokens_are_refused(method: kvrecall.Method, told: str) -> None:
     layer = state(method, 1)
     prefill_layer(layer, *tokens(0, 1, 90), None, AttentionParams(DIM**-0.5))
-    joined = Joined([layer], [0], 8)
+    joined = SlotLease([layer], [0], 8)
     with pytest.raises(CaptureError, match=told):
-        Layers([layer], 1, roomy(joined.behind_sink), WIDTH)
+        Layers([layer], 1, bucket_length(joined.behind_sink), WIDTH)
     joined.undo()
 
 
@@ -105,15 +105,15 @@ def look_up(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     without_gpu(monkeypatch)
     monkeypatch.setattr(Launched, "recorded_steps", 0)
 
-    def capturing(asked: Any) -> captured.Capturing:
+    def capturing(asked: Any) -> CapturedSteps:
         width = 1 + (asked.config.prompt_lookup_num_tokens or 0)
-        return captured.Capturing(asked.model, asked.cache, False, width=width)
+        return CapturedSteps(asked.model, asked.cache, False, width=width)
 
     def take(self: Any, tokens: int, own: Any = Launched.take) -> None:
         taken.append(tokens)
         own(self, tokens)
 
-    monkeypatch.setattr(steps, "_capturing", capturing)
+    monkeypatch.setattr(steps, "_captured_steps", capturing)
     monkeypatch.setattr(Launched, "take", take)
     return taken
 
@@ -136,7 +136,7 @@ def test_looked_up_answers_are_the_plain_ones(name: str, look_up: list[int], mon
     model.generation_config.eos_token_id = None
     ids = prompt(44)
     with monkeypatch.context() as patch:
-        patch.setattr(steps, "_capturing", lambda asked: None)
+        patch.setattr(steps, "_captured_steps", lambda asked: None)
         plain = kvrecall.RetrievalCache(model.config, method)
         expected = engine.generate(model, None, ids, plain, max_new_tokens=16).new_tokens
     guess_from(expected[0], monkeypatch)
@@ -161,7 +161,7 @@ def test_a_request_beside_it_interrupts_captured_guesses(look_up: list[int], mon
     model.generation_config.eos_token_id = None
     other = User(method, (36,), 3, seed=1, more={"temperature": 0.0})
     with monkeypatch.context() as patch:
-        patch.setattr(steps, "_capturing", lambda asked: None)
+        patch.setattr(steps, "_captured_steps", lambda asked: None)
         expected = engine.generate(model, None, ids, method, max_new_tokens=16).new_tokens
         beside = other.alone(model)
     guess_from(expected[0], monkeypatch)
@@ -206,10 +206,10 @@ def test_a_method_whose_tokens_cannot_be_taken_back_is_looked_up_uncaptured(
     for cache in caches:
         engine.prefill(model, ids[:, :-1], cache)
     with pytest.raises(CaptureError, match=r"a step of 3 tokens .*counts its zones"):
-        captured.Capturing(model, caches[0], required=True, width=3).guess(5, [6], 8)
+        CapturedSteps(model, caches[0], required=True, width=3).guess(5, [6], 8)
     answers = [engine.generate(model, None, ids, caches[0], max_new_tokens=6).new_tokens]
     assert Launched.recorded_steps == 1  # by the first answer
-    monkeypatch.setattr(steps, "_capturing", lambda asked: None)
+    monkeypatch.setattr(steps, "_captured_steps", lambda asked: None)
     answers.append(engine.generate(model, None, ids, caches[1], max_new_tokens=6).new_tokens)
     assert answers[0] == answers[1]
 
@@ -219,8 +219,8 @@ def test_room_that_runs_out_is_made_anew(look_up: list[int], monkeypatch: pytest
     model.generation_config.eos_token_id = None
     expected = engine.generate(model, None, ids, method, max_new_tokens=18).new_tokens
     guess_from(expected[0], monkeypatch)
-    guess, step = captured.Capturing.guess, captured.Capturing.step
-    monkeypatch.setattr(captured.Capturing, "guess", lambda self, known, guesses, room: guess(self, known, guesses, 5))
-    monkeypatch.setattr(captured.Capturing, "step", lambda self, ids, room: step(self, ids, 5))
+    guess, step = CapturedSteps.guess, CapturedSteps.step
+    monkeypatch.setattr(CapturedSteps, "guess", lambda self, known, guesses, room: guess(self, known, guesses, 5))
+    monkeypatch.setattr(CapturedSteps, "step", lambda self, ids, room: step(self, ids, 5))
     assert engine.generate(model, None, ids, method, max_new_tokens=18, prompt_lookup_num_tokens=3).new_tokens == expected
     assert sum(look_up) > 8

@@ -17,10 +17,9 @@ from kvrecall.core.errors import CaptureError, ParameterError
 from tests.backends.models import tiny
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
-from kvrecall.backends.transformers.capture import decoder as captured
-from kvrecall.backends.transformers.capture import recorded
+from kvrecall.backends.transformers.capture import runner
 from kvrecall.backends.transformers.capture.calls import captured_decoding
-from kvrecall.backends.transformers.capture.decoder import CapturedDecoder
+from kvrecall.backends.transformers.capture.runner import CapturedSteps, GraphRunner, StepInput
 from kvrecall.backends.transformers.capture.sliding import SlidingWindow
 from tests.interpreted.launched import Launched, without_gpu
 
@@ -44,21 +43,18 @@ OTHERS = {
 """Methods of families that do not have the one above."""
 
 
-class Counted(CapturedDecoder):
-    """Counts the steps of all decoders."""
-
-    steps = 0
-
-    def step(self) -> Tensor:
-        Counted.steps += 1
-        return super().step()
-
-
 @pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by the caches of each captured step."""
+    counts: list[int] = []
     without_gpu(monkeypatch)
-    monkeypatch.setattr(captured, "CapturedDecoder", Counted)
-    monkeypatch.setattr(Counted, "steps", 0)
+
+    def step(self: GraphRunner, inputs: Any, own: Any = GraphRunner.step) -> Any:
+        counts.append(len(inputs))
+        return own(self, inputs)
+
+    monkeypatch.setattr(GraphRunner, "step", step)
+    return counts
 
 
 def model_of(family: str, window: int = 8) -> Any:
@@ -87,6 +83,13 @@ def answer(
         with captured_decoding(model, cache, room, required=True):
             whole = made()
     return whole, torch.cat([mask, mask.new_ones(2, count)], 1)
+
+
+TOKENS = torch.zeros(2, 1, dtype=torch.int64)
+
+
+def _graph(captured: CapturedSteps) -> Any:
+    return captured.runner.graph
 
 
 def windows(cache: kvrecall.RetrievalCache) -> list[Any]:
@@ -123,7 +126,7 @@ COURSES = {f"{family}-ragged-captured-anew": (family, 28, True, 5) for family in
 
 
 @pytest.mark.parametrize(("family", "window", "ragged", "room"), COURSES.values(), ids=COURSES.keys())
-def test_captured_answers_are_the_uncaptured_ones(family: str, window: int, ragged: bool, room: int) -> None:
+def test_captured_answers_are_the_uncaptured_ones(family: str, window: int, ragged: bool, room: int, steps: list[int]) -> None:
     """So many steps that rings go round; then a turn without a graph, and one with it again. The shorter sequence has 25 real
     tokens, so that it fills the longer ring on the way."""
     model = model_of(family, window)
@@ -138,16 +141,16 @@ def test_captured_answers_are_the_uncaptured_ones(family: str, window: int, ragg
         ids = torch.cat([plain, plain[:, 5:8]], 1)
         mask = torch.cat([grown, grown.new_ones(2, 3)], 1)
     # The first token of an answer comes with the prompt; PRKV attends to everything below 28 tokens.
-    assert Counted.steps == 12 + 5 - 3 * (family == "gemma3")
+    assert len(steps) == 12 + 5 - 3 * (family == "gemma3")
 
 
-def test_a_prompt_shorter_than_the_window() -> None:
+def test_a_prompt_shorter_than_the_window(steps: list[int]) -> None:
     model = model_of("gemma2", 64)
     caches = [kvrecall.RetrievalCache(model.config, METHOD) for _ in range(2)]
     (plain, grown), (made, _) = (
         answer(model, cache, *prompt(True), 6, room) for cache, room in zip(caches, (None, 40), strict=True)
     )
-    assert made.tolist() == plain.tolist() and Counted.steps == 5
+    assert made.tolist() == plain.tolist() and len(steps) == 5
     same(caches[1], caches[0], grown)
 
 
@@ -166,11 +169,11 @@ def test_captured_steps_make_no_masks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(attention, "own_mask", refuse)
     monkeypatch.setattr(attention, "flash_attention_mask", looked)
-    decoder = CapturedDecoder(model, cache, 8)
+    captured = CapturedSteps(model, cache, required=True)
     for _ in range(3):
-        decoder.step()
+        captured.step(torch.zeros(3, 1, dtype=torch.int64), 8)
         assert [cache.get_seq_length(number) for number in range(3)] == [cache.get_seq_length()] * 3
-    decoder.close()
+    captured.close()
     assert cache.get_seq_length() == 43 and len(windows(cache)) == 2
 
 
@@ -190,7 +193,7 @@ def test_a_recording_that_fails_leaves_the_cache_as_it_was(monkeypatch: pytest.M
     with monkeypatch.context() as patch:
         patch.setattr(Launched, "_record", fail)
         with pytest.raises(CaptureError, match="not permitted when stream is capturing"):
-            CapturedDecoder(model, cache, 8)
+            CapturedSteps(model, cache, required=True).step(TOKENS, 8)
     for layer, (was, keys, values) in zip(windows(cache), before, strict=True):
         assert layer is was and torch.equal(layer.keys, keys) and torch.equal(layer.values, values)
     made, wanted = (answer(model, one, ids, mask, 5, None)[0] for one in (cache, other))
@@ -198,21 +201,21 @@ def test_a_recording_that_fails_leaves_the_cache_as_it_was(monkeypatch: pytest.M
     same(cache, other, torch.cat([mask, mask.new_ones(2, 5)], 1))
 
 
-def decoded(model: Any, steps: int) -> tuple[kvrecall.RetrievalCache, CapturedDecoder]:
+def decoded(model: Any, steps: int) -> tuple[kvrecall.RetrievalCache, CapturedSteps]:
     """A cache that is decoded captured, with room for 20 steps."""
     cache = kvrecall.RetrievalCache(model.config, METHOD)
     engine.prefill(model, prompt(False)[0], cache)
-    decoder = CapturedDecoder(model, cache, 20)
+    captured = CapturedSteps(model, cache, required=True)
     for _ in range(steps):
-        decoder.step()
-    return cache, decoder
+        captured.step(TOKENS, 20)
+    return cache, captured
 
 
 def test_windows_come_back_where_memory_is_short_and_all_layers_though_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("gemma2")
-    (cache, decoder), (other, wanted) = (decoded(model, 11) for _ in range(2))
+    (cache, captured), (other, wanted) = (decoded(model, 11) for _ in range(2))
     wanted.close()
-    in_order, tries, first = SlidingWindow._in_order, list[bool](), type(decoder.recorded.layers.all[0])
+    in_order, tries, first = SlidingWindow._in_order, list[bool](), type(_graph(captured).layers.all[0])
     give_back = first._give_back
 
     def short(self: SlidingWindow, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -228,10 +231,10 @@ def test_windows_come_back_where_memory_is_short_and_all_layers_though_one_fails
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
         patch.setattr(SlidingWindow, "_in_order", short)
         patch.setattr(first, "_give_back", fail)
-        decoder.close()
+        captured.close()
     assert tries == [True, False] * 2  # each is put in order on the host then
     same(cache, other, prompt(False)[1].new_ones(2, 60))
-    decoder.close()  # does nothing more
+    captured.close()  # does nothing more
     same(cache, other, prompt(False)[1].new_ones(2, 60))
 
 
@@ -239,10 +242,10 @@ def test_a_capture_made_anew_that_fails_adds_no_token(monkeypatch: pytest.Monkey
     model = model_of("gemma2")
     cache = kvrecall.RetrievalCache(model.config, METHOD)
     engine.prefill(model, prompt(False)[0], cache)
-    monkeypatch.setattr(recorded, "roomy", lambda tokens: tokens)
-    decoder = CapturedDecoder(model, cache, 3)
+    monkeypatch.setattr(runner, "bucket_length", lambda tokens: tokens)
+    captured = GraphRunner(model)
     for _ in range(3):
-        decoder.step()
+        captured.step([StepInput(cache, TOKENS, 3)])
 
     def fail(self: Any, *asked: Any, record: Any = Launched.record) -> None:
         record(self, *asked)
@@ -250,21 +253,20 @@ def test_a_capture_made_anew_that_fails_adds_no_token(monkeypatch: pytest.Monkey
 
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
         patch.setattr(Launched, "record", fail)
-        decoder.step()
-    decoder.close()
+        captured.step([StepInput(cache, TOKENS, 3)])
     assert cache.get_seq_length() == 43 and len(windows(cache)) == 2
     assert all(layer.state.store.zones(b).total == 43 for layer in cache.retrieval_layers for b in range(2))
 
 
 def test_a_cache_whose_steps_are_captured_is_left_alone() -> None:
     model = model_of("gemma2")
-    cache, decoder = decoded(model, 2)
+    cache, captured = decoded(model, 2)
     for name, change in {"fork": cache.fork, "crop": lambda: cache.crop(-1), "reset": cache.reset}.items():
         with pytest.raises(ParameterError, match=f"^{name}: expected a cache that is not being decoded"):
             change()
     with pytest.raises(CaptureError, match="2 tokens were fed at once"), kvrecall.attach(model), torch.no_grad():
-        decoder._call(input_ids=torch.ones(2, 2, dtype=torch.int64), **cache_argument(cache), use_cache=True)
-    decoder.close()
+        model.forward(input_ids=torch.ones(2, 2, dtype=torch.int64), **cache_argument(cache), use_cache=True)
+    captured.close()
     assert cache.fork().get_seq_length() == 42
 
 

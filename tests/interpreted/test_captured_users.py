@@ -13,8 +13,7 @@ from kvrecall.core.errors import CaptureError
 from tests.backends.models import tiny
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
-from kvrecall.backends.transformers.capture import decoder as captured
-from kvrecall.backends.transformers.capture.shared import SharedSteps
+from kvrecall.backends.transformers.capture.runner import CapturedSteps, GraphRunner
 from kvrecall.engine import steps
 from kvrecall.engine.loop import loop_of
 from tests.engine.users import User, in_threads
@@ -28,27 +27,25 @@ pytestmark = pytest.mark.usefixtures("several_blocks")
 
 
 @pytest.fixture
-def decoders(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The captured decodes that begin."""
-    made: list[Any] = []
+def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many caches begin each captured decode."""
+    counts: list[int] = []
 
     without_gpu(monkeypatch)
-    monkeypatch.setattr(SharedSteps, "kind", Launched)
     monkeypatch.setattr(Launched, "recorded_steps", 0)
 
-    class Counted(captured.CapturedDecoder):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            made.append(self)
-            super().__init__(*args, **kwargs)
+    def begin(self: GraphRunner, inputs: Any, own: Any = GraphRunner._begin) -> None:
+        counts.append(len(inputs))
+        own(self, inputs)
 
-    monkeypatch.setattr(captured, "CapturedDecoder", Counted)
+    monkeypatch.setattr(GraphRunner, "_begin", begin)
     monkeypatch.setattr(steps, "_ALONE_STEPS", 2)
-    return made
+    return counts
 
 
 def capture(monkeypatch: pytest.MonkeyPatch, required: bool = False) -> None:
     """Requests are captured though the model is on a CPU."""
-    monkeypatch.setattr(steps, "_capturing", lambda asked: captured.Capturing(asked.model, asked.cache, required))
+    monkeypatch.setattr(steps, "_captured_steps", lambda asked: CapturedSteps(asked.model, asked.cache, required))
 
 
 def captured_caches(model: Any) -> list[bool]:
@@ -59,7 +56,7 @@ def captured_caches(model: Any) -> list[bool]:
 
 @pytest.mark.parametrize("method", [PARIS, LOUIS], ids=["pariskv", "louiskv"])
 def test_steps_of_one_method_are_captured_together(
-    method: kvrecall.Method, decoders: list[Any], monkeypatch: pytest.MonkeyPatch
+    method: kvrecall.Method, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that is alone, a second one that joins and leaves, and a third one in its place, of two sequences."""
     model = tiny("llama", **SINGLE)
@@ -73,7 +70,7 @@ def test_steps_of_one_method_are_captured_together(
     answer = iter(request)
     for _ in range(3):
         next(answer)
-    assert len(decoders) == 1 and captured_caches(model) == [True]
+    assert sizes == [1] and captured_caches(model) == [True]
     for user, wanted in zip(users[1:], expected[1:], strict=True):
         other = user.submit(model)
         for _, _ in zip(range(2), other, strict=False):
@@ -88,7 +85,7 @@ def test_steps_of_one_method_are_captured_together(
     assert Launched.recorded_steps == 3  # of one, two and four slots
 
 
-def test_methods_that_differ_are_captured_each_by_itself(decoders: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_methods_that_differ_are_captured_each_by_itself(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama", **SINGLE)
     first, second = User(LOUIS, (40,), 10, more=GREEDY), User(PARIS, (36,), 4, seed=1, more=GREEDY)
     expected = [first.alone(model), second.alone(model)]
@@ -104,7 +101,7 @@ def test_methods_that_differ_are_captured_each_by_itself(decoders: list[Any], mo
 
 
 def test_steps_that_cannot_be_captured_together_are_shared_uncaptured(
-    decoders: list[Any], monkeypatch: pytest.MonkeyPatch
+    sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And those of one that is alone again are captured again."""
     model = tiny("llama", **SINGLE)
@@ -126,10 +123,10 @@ def test_steps_that_cannot_be_captured_together_are_shared_uncaptured(
             pass
         assert captured_caches(model) == [False, False]
     assert other.result().new_tokens == expected[1]
-    assert request.result().new_tokens == expected[0] and len(decoders) == 2
+    assert request.result().new_tokens == expected[0] and sizes == [1, 2, 1]
 
 
-def test_threads_get_what_they_get_uncaptured(decoders: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_get_what_they_get_uncaptured(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama", **SINGLE)
     asked = [User(PARIS, (40,), 9, more=GREEDY), User(LOUIS, (30, 38), 6, seed=1, more=GREEDY)]
     expected = [user.alone(model) for user in asked]
@@ -138,9 +135,7 @@ def test_threads_get_what_they_get_uncaptured(decoders: list[Any], monkeypatch: 
     assert [result.new_tokens for result in made] == expected
 
 
-def test_a_captured_request_that_is_cancelled_gives_its_cache_back(
-    decoders: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_captured_request_that_is_cancelled_gives_its_cache_back(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     model, user, answers = tiny("llama", **SINGLE), User(PARIS, (40,), 9, more=GREEDY), []
     for captures in (False, True):
         cache = kvrecall.RetrievalCache(model.config, PARIS)
@@ -150,21 +145,21 @@ def test_a_captured_request_that_is_cancelled_gives_its_cache_back(
             request = user.submit(model, cache)
             begun = [ids for _, ids in zip(range(5), request, strict=False)]
             request.cancel()
-        assert len(decoders) == captures and cache.get_seq_length() == 44
+        assert len(sizes) == captures and cache.get_seq_length() == 44
         assert all(layer.captured is None for layer in cache.retrieval_layers)
         answers.append((begun, user.alone(model, cache)))
     assert answers[0] == answers[1]
 
 
 def test_a_capture_that_was_required_and_fails_is_its_own_request_s_error(
-    decoders: list[Any], monkeypatch: pytest.MonkeyPatch
+    sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny("llama", **SINGLE)
 
     def refuse(*_: Any, **__: Any) -> None:
         raise CaptureError("the system refused to pin host memory", "Raise the limit.")
 
-    monkeypatch.setattr(captured, "CapturedDecoder", refuse)
+    monkeypatch.setattr(GraphRunner, "_begin", refuse)
     capture(monkeypatch, required=True)
     with pytest.raises(CaptureError, match="pin"):
         User(PARIS, (40,), 9, more=GREEDY).submit(model).result()
@@ -176,22 +171,18 @@ def test_a_capture_that_was_required_and_fails_is_its_own_request_s_error(
 
 
 @pytest.fixture
-def ahead(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Whose the steps were that were replayed before their tokens were on the host."""
-    made: list[str] = []
+def ahead(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many caches made each step that was replayed before its tokens were on the host."""
+    counts: list[int] = []
 
-    def watched(own: Any) -> Any:
-        def step(self: Any, fed: Any) -> Any:
-            logits = own(self, fed)
-            if logits is not None:
-                made.append(type(self).__name__)
-            return logits
+    def step(self: GraphRunner, inputs: Any, own: Any = GraphRunner.ahead) -> Any:
+        logits = own(self, inputs)
+        if logits is not None:
+            counts.append(len(inputs))
+        return logits
 
-        return step
-
-    monkeypatch.setattr(captured.Capturing, "ahead", watched(captured.Capturing.ahead))
-    monkeypatch.setattr(SharedSteps, "ahead", watched(SharedSteps.ahead))
-    return made
+    monkeypatch.setattr(GraphRunner, "ahead", step)
+    return counts
 
 
 def _every_row(store: LayerStore) -> torch.Tensor:
@@ -203,7 +194,7 @@ def _every_row(store: LayerStore) -> torch.Tensor:
 
 @pytest.mark.parametrize("method", [PARIS, LOUIS], ids=["pariskv", "louiskv"])
 def test_an_answer_that_ends_leaves_nothing_of_the_step_made_ahead(
-    method: kvrecall.Method, decoders: list[Any], ahead: list[str], monkeypatch: pytest.MonkeyPatch
+    method: kvrecall.Method, sizes: list[int], ahead: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, user, found = tiny("llama", **SINGLE), User(method, (40,), 12), []
     answer = user.alone(model)[0]
@@ -218,14 +209,14 @@ def test_an_answer_that_ends_leaves_nothing_of_the_step_made_ahead(
         rows = [_every_row(layer.state.store) for layer in cache.retrieval_layers if layer.state is not None]
         more = kvrecall.engine.generate(model, None, made.sequences, cache, max_new_tokens=6, capture=False)
         found.append((rows, more.new_tokens))
-    assert ahead == ["Capturing"] * stop  # the last of them for nothing
+    assert ahead == [1] * stop  # the last of them for nothing
     for plain, replayed in zip(found[0][0], found[1][0], strict=True):
         assert torch.allclose(plain, replayed, atol=1e-4)
     assert found[0][1] == found[1][1]
 
 
 def test_one_of_two_ends_while_the_step_ahead_of_both_is_made(
-    decoders: list[Any], ahead: list[str], monkeypatch: pytest.MonkeyPatch
+    sizes: list[int], ahead: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny("llama", **SINGLE)
     first, second = User(PARIS, (40,), 14), User(PARIS, (36, 30), 14, seed=1)
@@ -237,12 +228,12 @@ def test_one_of_two_ends_while_the_step_ahead_of_both_is_made(
     made = in_threads([one.result, second.submit(model, eos_token_id=[]).result], 300)
     assert made[0].new_tokens == [answers[0][0][: stop + 1]] and made[1].new_tokens == answers[1]
     assert made[0].cache.get_seq_length() == 40 + stop and made[1].cache.get_seq_length() == 36 + 13
-    assert set(ahead) == {"SharedSteps", "Capturing"}
+    assert set(ahead) == {1, 2}
 
 
-def test_a_step_ahead_that_fails_is_told_behind_the_tokens_before(decoders: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_ahead_that_fails_is_told_behind_the_tokens_before(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     model, user, told = tiny("llama", **SINGLE), User(PARIS, (40,), 9), []
-    expected, own = user.alone(model)[0], captured.Capturing.ahead
+    expected, own = user.alone(model)[0], GraphRunner.ahead
 
     def failing(self: Any, tokens: Any) -> Any:
         told.append(tokens)
@@ -250,7 +241,7 @@ def test_a_step_ahead_that_fails_is_told_behind_the_tokens_before(decoders: list
             raise RuntimeError("the device is gone")
         return own(self, tokens)
 
-    monkeypatch.setattr(captured.Capturing, "ahead", failing)
+    monkeypatch.setattr(GraphRunner, "ahead", failing)
     capture(monkeypatch)
     request, made = user.submit(model), []
     with pytest.raises(RuntimeError, match="the device is gone"):
@@ -260,7 +251,7 @@ def test_a_step_ahead_that_fails_is_told_behind_the_tokens_before(decoders: list
 
 @pytest.mark.parametrize("users", [1, 2])
 def test_a_step_ahead_for_which_memory_runs_out_is_made_uncaptured(
-    users: int, decoders: list[Any], ahead: list[str], monkeypatch: pytest.MonkeyPatch
+    users: int, sizes: list[int], ahead: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, own = tiny("llama", **SINGLE), Launched.replay
     asked = [User(PARIS, (40 - 4 * n,), 10, seed=n) for n in range(users)]

@@ -21,9 +21,9 @@ from kvrecall.backends.transformers.cache_state import pool_of
 from tests.backends.models import tiny
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
-from kvrecall.backends.transformers.capture import decoder as captured
-from kvrecall.backends.transformers.capture import graphs
+from kvrecall.backends.transformers.capture import runner
 from kvrecall.backends.transformers.capture.calls import captured_decoding
+from kvrecall.backends.transformers.capture.runner import GraphRunner, StepInput
 from tests.interpreted.launched import Launched, without_gpu
 
 SMALL: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
@@ -80,14 +80,14 @@ def test_a_cache_knows_the_tokens_of_steps_that_were_only_replayed(monkeypatch: 
     cache, other = (kvrecall.RetrievalCache(model.config, method) for _ in range(2))
     for one in (cache, other):
         engine.prefill(model, ids[:, :-1], one)
-    decoder = captured.CapturedDecoder(model, cache, 4, input_ids=ids[:, -1:])
+    captured = GraphRunner(model)
     fed = [ids[:, -1:]]
-    monkeypatch.setattr(decoder.recorded, "_graph", Mock())  # does nothing, as far as Python sees
+    captured.borrow([StepInput(cache, fed[0], 4)])
+    monkeypatch.setattr(captured.graph, "_graph", Mock())  # does nothing, as far as Python sees
     for number in range(3):
-        decoder.input_ids.copy_(fed[-1])
-        decoder.step()
+        captured.step([StepInput(cache, fed[-1], 4)])
         fed.append(torch.full((3, 1), 7 + number))
-    decoder.close()
+    captured.close()
     held = cache.tokens.ids()
     assert held is not None and torch.equal(held, torch.cat([ids[:, :-1], *fed[:3]], 1))
     assert cache.tokens.known and cache.get_seq_length() == 42
@@ -140,7 +140,7 @@ def test_no_more_than_a_few_steps_are_kept_and_release_drops_them() -> None:
     model, method = tiny("llama", **SMALL), METHODS["sphere"]
     for tokens in (40, 60, 90, 120, 160):
         answer(model, method, prompt(tokens), True, 1)
-    assert graphs.release(model) == 4 and graphs.release(model) == 0
+    assert runner.release(model) == 4 and runner.release(model) == 0
     answer(model, method, prompt(40), True, 1)
     assert Launched.recorded_steps == 6
 
@@ -186,7 +186,7 @@ def test_guessed_tokens_come_between_captured_steps(name: str) -> None:
 
 def test_two_threads_never_take_the_same_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both look for a step while one that is recorded is nobody's: the second one that looks gets a step of its own."""
-    model, method, find = tiny("llama", **SMALL), METHODS["sphere"], graphs.find
+    model, method, find = tiny("llama", **SMALL), METHODS["sphere"], runner._find
     answer(model, method, prompt(40), True)
     caches = [kvrecall.RetrievalCache(model.config, method) for _ in range(2)]
     for cache in caches:
@@ -197,14 +197,16 @@ def test_two_threads_never_take_the_same_slots(monkeypatch: pytest.MonkeyPatch) 
         time.sleep(0.3)
         return found
 
-    monkeypatch.setattr(graphs, "find", slowly)
-    made: list[captured.CapturedDecoder] = []
-    threads = [Thread(target=lambda own=own: made.append(captured.CapturedDecoder(model, own, 4))) for own in caches]
+    monkeypatch.setattr(runner, "_find", slowly)
+    runners, tokens = [GraphRunner(model) for _ in caches], torch.zeros(1, 1, dtype=torch.int64)
+    threads = [
+        Thread(target=own.borrow, args=([StepInput(cache, tokens, 4)],)) for own, cache in zip(runners, caches, strict=True)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    first, second = made
-    assert first.recorded is not second.recorded and [len(x.recorded.members) for x in made] == [1, 1]
-    for each in made:
-        each.close()
+    graphs = [own.graph for own in runners]
+    assert graphs[0] is not graphs[1] and [len(graph.leases) for graph in graphs if graph is not None] == [1, 1]
+    for own in runners:
+        own.close()

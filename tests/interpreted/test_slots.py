@@ -17,7 +17,7 @@ from kvrecall.layer.state import LayerState
 from tests.layers import DIM, ZONES, start, state, tokens
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
-from kvrecall.layer.slots.layers import Joined, Layers
+from kvrecall.layer.slots.layers import Layers, SlotLease
 
 pytestmark = pytest.mark.usefixtures("several_blocks")
 
@@ -51,7 +51,7 @@ class Request:
     made: LayerState
     seed: int
     steps: int = 0
-    joined: Joined | None = field(default=None)
+    joined: SlotLease | None = field(default=None)
 
     def token(self) -> tuple[torch.Tensor, ...]:
         return tokens(self.seed + 10 * self.steps, self.plain.shape.sequences, 1)
@@ -110,13 +110,13 @@ def test_sequences_join_and_leave_while_others_are_decoded(name: str) -> None:
     pair, later, last = (
         request(method, pool, 100, [74, 55]), request(method, pool, 4000, [90]), request(method, pool, 8000, [61, 96])
     )  # fmt: skip
-    pair.joined = Joined([pair.made], [0, 2], 12)
+    pair.joined = SlotLease([pair.made], [0, 2], 12)
     layers = Layers([pair.made], 4, 192)
     assert layers.fits(pair.joined)
     layers.join(pair.joined)
     for number in range(2):
         step(layers, [pair], number)
-    later.joined = Joined([later.made], [1], 16)
+    later.joined = SlotLease([later.made], [1], 16)
     assert layers.fits(later.joined)
     layers.join(later.joined)
     for number in range(2, 5):
@@ -124,7 +124,7 @@ def test_sequences_join_and_leave_while_others_are_decoded(name: str) -> None:
     layers.leave(pair.joined)
     pair.joined = None
     same(pair)
-    last.joined = Joined([last.made], [2, 3], 12)
+    last.joined = SlotLease([last.made], [2, 3], 12)
     assert layers.fits(last.joined)
     layers.join(last.joined)
     for number in range(5, 8):
@@ -149,7 +149,7 @@ def test_a_sequence_that_needs_more_room_or_another_memory_does_not_fit(name: st
     one, other = request(method, pool, 100, [74]), request(method, BlockPool(16), 200, [74])
     layers = Layers([one.made], 1, 128)
     for made, room, fits in ((one.made, 16, True), (one.made, 60, False), (other.made, 16, False)):
-        joined = Joined([made], [0], room)
+        joined = SlotLease([made], [0], room)
         assert layers.fits(joined) == fits
         joined.undo()
     assert one.made.statics.sets == [None] or one.made.static[0].age == -1
@@ -163,7 +163,7 @@ def test_an_error_in_a_join_leaves_the_slots_free_and_the_state_as_it_was(monkey
     made = [state(method, 1, layer=number, tables=[table]) for number in range(2)]
     for one in (*plain, *made):
         start(one, [74])
-    joined = Joined(made, [0], 8)
+    joined = SlotLease(made, [0], 8)
     layers = Layers(made, 1, 128)
 
     def fail(*_: object) -> None:
@@ -177,4 +177,4 @@ def test_an_error_in_a_join_leaves_the_slots_free_and_the_state_as_it_was(monkey
     new = tokens(5, 1, 1)
     for ours, theirs in zip(made, plain, strict=True):
         torch.testing.assert_close(decode_step(ours, *new, None, PARAMS), decode_step(theirs, *new, None, PARAMS))
-    layers.join(Joined(made, [0], 8))
+    layers.join(SlotLease(made, [0], 8))

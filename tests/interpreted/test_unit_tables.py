@@ -17,7 +17,7 @@ from kvrecall.layer.state import LayerState
 from tests.layers import PARAMS, ZONES, start, state, tokens
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
-from kvrecall.layer.slots.layers import Joined, Layers
+from kvrecall.layer.slots.layers import Layers, SlotLease
 from kvrecall.layer.slots.search import SearchSlots
 from tests.interpreted.slots import in_slots
 
@@ -139,7 +139,7 @@ def test_a_join_copies_the_units_once(name: str) -> None:
     """Taken over again, as after a trial, and given back with nothing new, they stay where they are."""
     made = state(METHODS[name], 1)
     start(made, [LONG])
-    joined = Joined([made], [0], ROOM)
+    joined = SlotLease([made], [0], ROOM)
     units, layers = units_of(made), Layers([made], 1, 2048)
     held, little = copied(units), units.nbytes // 3  # the window's rows, say
     with Copies() as first:
@@ -165,7 +165,7 @@ def test_a_copy_of_a_sequence_sees_no_later_step(name: str, when: str) -> None:
     method, pool = METHODS[name], BlockPool(16)
     plain, made, other = state(method, 1), *(state(method, 1, tables=[BlockTable(pool)]) for _ in range(2))
     start(plain, [75]), start(made, [75]), start(other, [98], 50)
-    joined = Joined([made], [0], ROOM)
+    joined = SlotLease([made], [0], ROOM)
     layers = Layers([made], 1, 192)
     layers.join(joined)
     before = copied(units_of(made))
@@ -179,7 +179,7 @@ def test_a_copy_of_a_sequence_sees_no_later_step(name: str, when: str) -> None:
         forks.append(made.fork(method))
         before = copied(units_of(made))
     assert units_of(made).members.shape[1] > before[1].shape[1] or when == "left"
-    joined = Joined([other], [0], ROOM)
+    joined = SlotLease([other], [0], ROOM)
     layers.join(joined)
     for number in range(14):
         make(layers, number, tokens(3000 + 3 * number, 1, 1))

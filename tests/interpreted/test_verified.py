@@ -17,9 +17,9 @@ from tests.backends.models import tiny
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
 from kvrecall.attend.whole import WholeAttention
-from kvrecall.backends.transformers.capture import decoder as captured
-from kvrecall.backends.transformers.capture import recorded, verify
+from kvrecall.backends.transformers.capture import runner, verify
 from kvrecall.backends.transformers.capture.calls import captured_decoding
+from kvrecall.backends.transformers.capture.runner import CapturedSteps, GraphRunner
 from kvrecall.layer.slots.dense import DenseSlots
 from kvrecall.layer.slots.layers import Layers
 from kvrecall.layer.slots.search import SearchSlots
@@ -49,7 +49,7 @@ pytestmark = pytest.mark.usefixtures("several_blocks")
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     without_gpu(monkeypatch)
-    monkeypatch.setattr(recorded, "roomy", lambda tokens: tokens)  # every further room is recorded anew
+    monkeypatch.setattr(runner, "bucket_length", lambda tokens: tokens)  # every further room is recorded anew
 
 
 def prefilled(model: Any, method: kvrecall.Method, sequences: int = 1) -> tuple[kvrecall.RetrievalCache, Tensor]:
@@ -163,7 +163,7 @@ class Stale(Launched):
 
 
 def test_a_replay_that_is_wrong_between_the_layers_is_found_by_its_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captured.CapturedDecoder, "kind", Stale)
+    monkeypatch.setattr(GraphRunner, "graph_class", Stale)
     model = tiny("llama", **SINGLE)
     cache, ids = prefilled(model, METHODS["every-step"])
     with pytest.raises(CaptureMismatchError, match="logits differ"), captured_decoding(model, cache, 8, True):
@@ -181,7 +181,7 @@ def test_a_graph_made_anew_that_is_wrong_hands_over_to_uncaptured_steps(monkeypa
                 self.logits = -self.logits
             super()._verify(launched)
 
-    monkeypatch.setattr(captured.CapturedDecoder, "kind", Second)
+    monkeypatch.setattr(GraphRunner, "graph_class", Second)
     cache, ids = prefilled(model, METHODS["stride"])
     expected = engine.generate(model, None, ids, cache, max_new_tokens=7).new_tokens
     cache, _ = prefilled(model, METHODS["stride"])
@@ -210,14 +210,14 @@ def test_a_copy_that_does_not_fit(fits: str, monkeypatch: pytest.MonkeyPatch) ->
     if fits == "not at all":
         cache, _ = prefilled(model, METHODS["every-step"])
         with pytest.raises(CaptureError, match="no memory for a copy of layer 0"):
-            captured.CapturedDecoder(model, cache, 8)
+            CapturedSteps(model, cache, required=True).step(ids[:, -1:], 8)
 
 
 def test_a_rank_that_sees_fewer_heads_than_the_config_says_is_refused_or_right() -> None:
     """A layer whose state was made for other heads than it is asked by, as a rank's was under tensor parallelism."""
     model = tiny("llama", **SINGLE)
-    cache, _ = prefilled(model, METHODS["every-step"])
+    cache, ids = prefilled(model, METHODS["every-step"])
     for layer in cache.retrieval_layers:
         object.__setattr__(layer.state.shape, "query_heads", 8)
     with pytest.raises(CaptureError, match="layer 0 attends with 2/1 heads, but was made for 8/1"):
-        captured.CapturedDecoder(model, cache, 8)
+        CapturedSteps(model, cache, required=True).step(ids[:, -1:], 8)

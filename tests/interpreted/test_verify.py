@@ -12,13 +12,14 @@ from torch import Tensor
 import kvrecall
 from benchmarks import verify
 from benchmarks.gpu_layer import COSINE
-from benchmarks.inputs import AskingStep, Turning
-from benchmarks.verify import TOLERANCE, Watched, WatchedStep, agree, check_step
+from benchmarks.inputs import AskingGraph, Turning
+from benchmarks.verify import TOLERANCE, WatchedGraph, agree, check_step
 from kvrecall import engine
 from tests.backends.models import tiny
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
-from kvrecall.backends.transformers.capture.recorded import RecordedStep
+from kvrecall.backends.transformers.capture.graph import DecodeGraph
+from kvrecall.backends.transformers.capture.runner import CapturedSteps
 from tests.interpreted.launched import Launched, without_gpu
 
 ZONES: dict[str, Any] = {"sink_tokens": 4, "local_tokens": 16, "update_interval": 8, "top_k": 6, "full_attention_threshold": 0}
@@ -32,12 +33,8 @@ METHODS = {
 LENGTH = 60
 
 
-class WatchedOnCpu(WatchedStep, Launched):
+class WatchedOnCpu(WatchedGraph, Launched):
     """Keeps what the launches answer."""
-
-
-class OnCpu(Watched):
-    kind = WatchedOnCpu
 
 
 @pytest.fixture(autouse=True)
@@ -75,29 +72,29 @@ def test_replayed_layers_answer_as_uncaptured_ones_and_leave_nothing_behind(name
         assert state is not None
         state.end_prompts([0, 1], coming=1)
     before = left(cache)
-    assert max(check_step(name, model, cache, ids, 16, decoder=OnCpu)) < 1e-4
+    assert max(check_step(name, model, cache, ids, 16, graph_class=WatchedOnCpu)) < 1e-4
     assert left(cache) == before
-    assert max(check_step(name, model, cache, ids, 16, decoder=OnCpu)) < 1e-4
+    assert max(check_step(name, model, cache, ids, 16, graph_class=WatchedOnCpu)) < 1e-4
 
 
 def test_a_layer_that_attends_to_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model, cache, ids = prefilled(METHODS["louiskv"])
-    step = RecordedStep._attend
-    monkeypatch.setattr(RecordedStep, "_attend", lambda *asked: 1.1 * step(*asked))
+    step = DecodeGraph._attend
+    monkeypatch.setattr(DecodeGraph, "_attend", lambda *asked: 1.1 * step(*asked))
     with pytest.raises(AssertionError, match=r"product, attention of layer 0: differs by 0\.1"):
-        check_step("product", model, cache, ids, 16, decoder=OnCpu)
+        check_step("product", model, cache, ids, 16, graph_class=WatchedOnCpu)
 
 
 def test_layers_are_asked_queries_that_turn() -> None:
     model, cache, ids = prefilled(METHODS["louiskv"])
-    step: Any = type("Step", (AskingStep, WatchedOnCpu), {"source": Turning(cache.signature, "cpu", torch.float32)})
-    decoder = type("Decoder", (Watched,), {"kind": step})(model, cache, 16)
-    decoder.input_ids.copy_(ids)
+    captured: Any = CapturedSteps(model, cache, required=True)
+    source = Turning(cache.signature, "cpu", torch.float32)
+    captured.runner.graph_class = type("Graph", (AskingGraph, WatchedOnCpu), {"source": source})
     asked = []
     for _ in range(3):
-        decoder.step()
-        asked.append(torch.stack([seen.queries for seen in decoder.asked()]).flatten(1).float())
-    decoder.close()
+        captured.step(ids, 16)
+        asked.append(torch.stack([x.queries for x in captured.runner.graph.attended(2)]).flatten(1).float())
+    captured.close()
     for before, after in pairwise(asked):
         cosines = torch.cosine_similarity(before, after, -1)
         assert (cosines - COSINE).abs().max() < 0.05  # of 256 numbers per layer

@@ -96,7 +96,7 @@ class Decoding:
         """Hook for subclasses: takes more from the prepared generation config and the ids that end a sequence."""
 
     @property
-    def room_tokens(self) -> int:
+    def reserve_tokens(self) -> int:
         """Most further tokens per sequence."""
         return self._most - self._prompt - len(self.steps)
 
@@ -105,7 +105,7 @@ class Decoding:
         """Whether the next step may be launched before its tokens are checked: they are fed as chosen, and the cache can
         forget them if one ends the answer."""
         forgets = len(self.cache.retrieval_layers) == len(self.cache.layers)  # sliding windows cannot forget
-        return forgets and self.room_tokens > 1 and all(self._unfinished)
+        return forgets and self.reserve_tokens > 1 and all(self._unfinished)
 
     @property
     def stored(self) -> int:

@@ -5,7 +5,7 @@
 2. One call feeds the last token and the guess. Each is a decode query: it finds what it would find alone.
 3. A token is chosen from every row of logits. Right guesses are accepted, and the token after them.
 4. The cache removes the others exactly, with everything that was learnt from them. A captured step always has as many tokens as
-   a guess may have, and one more; those that are not taken leave nothing behind (`capture.recorded`).
+   a guess may have, and one more; those that are not taken leave nothing behind (`capture.graph`).
 
 The first guess after the prompt is fed in a separate call, so that it is not part of the prompt. Random numbers are drawn as in
 transformers' assisted decoding, one row of a step per fed token.
@@ -38,7 +38,7 @@ class LookupDecoding(Decoding):
         self._limit = context_limit(self.model)
         self._guess: list[int] = []
         self._taking: Any = None
-        """The captured steps that made the last one, until its tokens are taken."""
+        """The graph runner that made the last step, until its tokens are taken."""
         self._generator_of_guesses = PromptLookupCandidateGenerator(
             eos_token_id=torch.cat(ends) if ends else None, num_output_tokens=made.prompt_lookup_num_tokens,
             max_matching_ngram_size=made.max_matching_ngram_size or 2, max_length=self._most,
@@ -66,26 +66,24 @@ class LookupDecoding(Decoding):
         self._tell()
         return self._feed(1)
 
-    def captured(self, capturing: Any) -> Tensor | None:
-        """As `step`, by `Capturing` steps of several tokens; None if this step must be uncaptured."""
+    def captured(self, steps: Any) -> Tensor | None:
+        """As `step`, by `CapturedSteps` of several tokens; None if this step must be uncaptured."""
         self._taking = None
         self._look_up()
         last = self.steps[-1][0]
-        if self._limit is not None and self.stored + capturing.width > self._limit:
-            capturing.close()  # it would feed positions that the model does not have
+        if self._limit is not None and self.stored + steps.width > self._limit:
+            steps.close()  # it would feed positions that the model does not have
             return None
-        guess = capturing.guess(last, self._guess, self.room_tokens)
+        guess = steps.guess(last, self._guess, self.reserve_tokens)
         logits = None
         if guess is not None:
             self._guess = guess
-            logits = capturing.step(
-                torch.tensor([capturing.padded([last, *guess])], dtype=torch.int64, device="cpu"), self.room_tokens
-            )
+            logits = steps.step(steps.padded([last, *guess]), self.reserve_tokens)
         if logits is None:
-            if capturing.refused:
-                say_uncaptured(capturing.reason)
+            if steps.refused:
+                say_uncaptured(steps.reason)
             return None
-        self._taking = capturing
+        self._taking = steps.runner
         return logits[0, : 1 + len(self._guess)]
 
     def choose(self, logits: Tensor) -> Tensor:

@@ -45,11 +45,10 @@ class Member:
     def __init__(self, asked: Asked, decoding: Decoding) -> None:
         """Raises CaptureError if capture is required and impossible."""
         self.asked, self.decoding = asked, decoding
-        self._capturing = _capturing(asked)
+        self.captured = _captured_steps(asked)
+        """Captured steps of its cache (`CapturedSteps`); None if they are refused or impossible."""
         self._uncaptured = 0
         """Steps to make before the next capture."""
-        self.shared: Any = None
-        """The shared captured steps that the cache has joined (`SharedSteps`)."""
         self.ahead: Logits | None = None
         """The result of the next step, if it was launched ahead."""
         self.apart = False
@@ -67,24 +66,15 @@ class Member:
         made, self.ahead = self.ahead, None
         if isinstance(made, Exception):
             raise made
-        if made is not None or self._capturing is None:
+        if made is not None or self.captured is None:
             return made
         if self._uncaptured:
             self._uncaptured -= 1
             return None
         with self.asked.computing(), _decoding_modules(self.decoding.model):
             if isinstance(self.decoding, LookupDecoding):
-                return self.decoding.captured(self._capturing)
-            return self._capturing.step(self._tokens(), self.decoding.room_tokens)
-
-    def go_ahead(self, tokens: Tensor) -> None:
-        """Replays the next step of a request that decodes alone, for tokens `[B]` on the device."""
-        if self._capturing is not None and not self._uncaptured:
-            try:
-                with self.asked.computing(), _decoding_modules(self.decoding.model):
-                    self.ahead = self._capturing.ahead(tokens)
-            except Exception as error:
-                self.ahead = error
+                return self.decoding.captured(self.captured)
+            return self.captured.step(self.last_tokens, self.decoding.reserve_tokens)
 
     def stepped(self) -> Tensor:
         """A step of a request that decodes alone."""
@@ -99,9 +89,8 @@ class Member:
     @property
     def shares(self) -> bool:
         """Whether its steps can be captured together with those of others."""
-        if self._lost is not None or self._capturing is None or self.apart or self.asked.looks_up:
-            return False
-        return self.shared is not None or self._capturing.ready
+        possible = self._lost is None and self.captured is not None and not self.apart and not self.asked.looks_up
+        return possible and self.captured.ready
 
     @property
     def joins(self) -> bool:
@@ -122,12 +111,9 @@ class Member:
 
     def release(self) -> None:
         """Ends captured decoding and gives the cache back to the request."""
-        shared, self.shared = self.shared, None
-        if shared is not None:
-            shared.leave(self.asked.cache)
-        if self._capturing is not None:
+        if self.captured is not None:
             self._uncaptured = _ALONE_STEPS
-            self._capturing.close()
+            self.captured.close()
         if self.ahead is not None:
             self.ahead = None
             self._cut_back()
@@ -150,12 +136,22 @@ class Member:
         elif more < 0:
             raise InterruptedPassError(cache.get_seq_length())
 
-    def go_on_captured(self) -> None:
-        """Moves from shared captured steps to its own."""
+    @property
+    def runner(self) -> Any:
+        """The graph runner of its captured steps, None without any."""
+        return None if self.captured is None or self.captured.refused else self.captured.runner
+
+    def go_on_captured(self, runner: Any = None) -> None:
+        """Its next step is captured, by another runner if one is given, which its cache then joins."""
+        if runner is not None and self.captured.runner is not runner:
+            self.release()
+            self.captured.runner = runner
         self._uncaptured = 0
 
-    def _tokens(self) -> Tensor:
-        return torch.tensor([[token] for token in self.decoding.steps[-1]], dtype=torch.int64, device="cpu")
+    @property
+    def last_tokens(self) -> Tensor:
+        """The tokens of the next step, int64 `[B, 1]` on the CPU."""
+        return torch.tensor(self.decoding.steps[-1], dtype=torch.int64, device="cpu").unsqueeze(1)
 
 
 class Stepper:
@@ -163,7 +159,7 @@ class Stepper:
 
     def __init__(self) -> None:
         self._joint: JointCache | None = None
-        self._shared: dict[Any, Any] = {}  # SharedSteps, by the key of its members
+        self._runners: dict[Any, Any] = {}  # GraphRunner, by the key of its members
 
     def step(self, members: Sequence[Member]) -> list[Logits]:
         """Feeds each member's last tokens. One entry per member, in order.
@@ -176,7 +172,7 @@ class Stepper:
                     member.rewind()
                     member.go_on_captured()
         try:
-            return [_single(members[0])] if len(members) == 1 else self._several(members)
+            return _in_turn(members, captured=True) if len(members) == 1 else self._several(members)
         except BaseException:
             for member in members:
                 member.rewind()
@@ -184,22 +180,18 @@ class Stepper:
 
     def go_ahead(self, chosen: Sequence[tuple[Member, Tensor]]) -> None:
         """Replays the next step of all members, for tokens `[B]` of each on the device, if one replay suffices."""
-        first, shared = chosen[0][0], chosen[0][0].shared
-        if not all(member.decoding.goes_on and member.shared is shared for member, _ in chosen):
+        first, runner = chosen[0][0], chosen[0][0].runner
+        if runner is None or not all(member.decoding.goes_on and member.runner is runner for member, _ in chosen):
             return
-        if shared is None:
-            if len(chosen) == 1:
-                first.go_ahead(chosen[0][1])
-            return
-        made: Sequence[Logits] | None
+        found: Sequence[Logits] | None
         try:
             with first.asked.computing(), _decoding_modules(first.decoding.model):
-                made = shared.ahead([(member.asked.cache, tokens) for member, tokens in chosen])
+                found = runner.ahead(_inputs([(member, tokens.unsqueeze(1)) for member, tokens in chosen]))
         except (CaptureError, torch.OutOfMemoryError):  # every cache was given back; the next step handles it
-            made = None
+            found = None
         except Exception as error:
-            made = [error] * len(chosen)
-        for (member, _), logits in zip(chosen, made or (), strict=False):
+            found = [error] * len(chosen)
+        for (member, _), logits in zip(chosen, found or (), strict=False):
             member.ahead = logits
 
     def _several(self, members: Sequence[Member]) -> list[Logits]:
@@ -224,23 +216,14 @@ class Stepper:
 
     def _captured(self, key: Any, group: list[Member]) -> list[Logits]:
         """Captured steps of members of one method; uncaptured if impossible."""
-        if len(group) == 1:
-            return [_single(group[0])]
-        if all(member.ahead is not None for member in group):
-            return [member.own(member.stepped) for member in group]
-        from kvrecall.backends.transformers.capture.shared import SharedSteps, Turn
-
-        shared = self._shared.get(key)
-        if shared is None:
-            shared = self._shared[key] = SharedSteps(group[0].decoding.model, group[0].asked.compiled)
+        if len(group) == 1 or all(member.ahead is not None for member in group):
+            return _in_turn(group, captured=True)
+        runner = self._runners.setdefault(key, group[0].runner)
         for member in group:
-            if member.shared is not shared:
-                member.release()
-                member.shared = shared
-        turns = [Turn(member.asked.cache, member.decoding.steps[-1], member.decoding.room_tokens) for member in group]
+            member.go_on_captured(runner)
         try:
             with group[0].asked.computing(), _decoding_modules(group[0].decoding.model):
-                return shared.step(turns)
+                return runner.step(_inputs([(member, member.last_tokens) for member in group]))
         except (CaptureError, torch.OutOfMemoryError):  # every cache was given back
             for member in group:
                 member.apart = True
@@ -250,7 +233,7 @@ class Stepper:
     def forget(self) -> None:
         """Releases all caches."""
         self._joint = None
-        self._shared = {}
+        self._runners = {}
 
     def _together(self, group: list[Member]) -> list[Logits]:
         """One call for all. If the call fails, one call each, so that each request gets its own error."""
@@ -281,26 +264,24 @@ def _joint_call(group: list[Member], joint: JointCache) -> Tensor:
     return outputs.logits[:, -1]
 
 
-def _single(member: Member) -> Logits:
-    """A step of the only member."""
-    if member.shared is not None:
-        member.release()
-        member.go_on_captured()
-    return member.own(member.stepped)
+def _in_turn(group: Sequence[Member], captured: bool = False) -> list[Logits]:
+    return [member.own(member.stepped if captured else member.alone) for member in group]
 
 
-def _in_turn(group: list[Member]) -> list[Logits]:
-    return [member.own(member.alone) for member in group]
+def _inputs(tokens: Sequence[tuple[Member, Tensor]]) -> list[Any]:
+    """What a graph runner takes, for tokens int64 `[B, 1]` of each member."""
+    from kvrecall.backends.transformers.capture.runner import StepInput
+
+    return [StepInput(member.asked.cache, own, member.decoding.reserve_tokens) for member, own in tokens]
 
 
-def _capturing(asked: Asked) -> Any:
-    """Captured decoding, unless it is refused or impossible."""
+def _captured_steps(asked: Asked) -> Any:
     if asked.capture is False or asked.model.device.type != "cuda":
         return None
-    from kvrecall.backends.transformers.capture.decoder import Capturing
+    from kvrecall.backends.transformers.capture.runner import CapturedSteps
 
     width = 1 + (asked.config.prompt_lookup_num_tokens if asked.looks_up else 0)
-    return Capturing(asked.model, asked.cache, bool(asked.capture), asked.compiled, width=width)
+    return CapturedSteps(asked.model, asked.cache, bool(asked.capture), asked.compiled, width)
 
 
 def _decoding_modules(model: Any) -> AbstractContextManager[Any]:

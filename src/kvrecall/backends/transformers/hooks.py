@@ -4,7 +4,7 @@
 so they may overlap in any order and in any thread. 2. A call with a RetrievalCache, or with several as one (`joint`), is a
 forward pass (`passes`). Only during such a pass the decoder's configs name our attention function (`attention`). 3. At the end
 every retrieval layer must have attended exactly once. Otherwise the pass is undone and refused. 4. `model.generate` and what it
-calls once per prompt are wrapped too (`generating`); on a GPU it replays captured steps.
+calls once per prompt are wrapped too (`generating`); on a GPU it replays captured steps, in place of the model's `forward`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial, wraps
 from types import MethodType
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakSet
 
 import torch
@@ -24,6 +24,7 @@ from transformers import EncoderDecoderCache, PreTrainedModel
 from kvrecall.backends.interrupt import deferred_interrupt
 from kvrecall.backends.transformers.attention import decoder_configs, registered, switched
 from kvrecall.backends.transformers.cache import RetrievalCache
+from kvrecall.backends.transformers.cache_name import given_cache
 from kvrecall.backends.transformers.families import COMPILED, ENCODER_DECODER, check_model, transformers_model
 from kvrecall.backends.transformers.generating import Capture, wrappers
 from kvrecall.backends.transformers.joint import JointCache
@@ -62,6 +63,24 @@ def attached(model: nn.Module, capture: Capture | None = None, tokenizer: Any = 
             _leave(inner, context)
         finally:
             _leave(inner, context)  # if a signal ended the first call before it began
+
+
+Replay: TypeAlias = Callable[[Callable[..., Any], dict[str, Any]], Any]
+"""Given the model's own forward and the arguments of a call: its output, None if the model is to be called."""
+
+
+@contextmanager
+def replaying(model: PreTrainedModel, cache: RetrievalCache, replay: Replay) -> Iterator[None]:
+    """Inside, `replay` is asked before the model's forward is called with `cache`."""
+    with attached(model):
+        attachment = _attached[model]
+        try:
+            with deferred_interrupt(), _lock:
+                attachment.replay(cache, replay)
+            yield
+        finally:
+            with deferred_interrupt(), _lock:
+                attachment.replay(cache, None)
 
 
 def _leave(model: PreTrainedModel, context: object) -> None:
@@ -103,6 +122,10 @@ class Attachment:
         """Restores calls once no context and no pass is left."""
         self._methods = ExitStack()
         """Restores the methods of `generate` once no context is left."""
+        self._replays: dict[int, Replay] = {}
+        """By id of the cache."""
+        self._forward = ExitStack()
+        """Restores the model's forward once nothing is replayed."""
         self._running: list[ForwardPass] = []
         self._interrupted: WeakSet[Any] = WeakSet()
         """Caches of passes that are over and neither accepted nor undone."""
@@ -128,6 +151,21 @@ class Attachment:
         if not self._contexts:
             self._methods.close()
         self._clean()
+
+    def replay(self, cache: RetrievalCache, replay: Replay | None) -> None:
+        """Begins or, with None, ends to ask `replay` about calls with a cache."""
+        if replay is not None and not self._replays:
+            self._forward.callback(_wrap(self._model, "forward", self._replayed))
+        if replay is not None:
+            self._replays[id(cache)] = replay
+        elif self._replays.pop(id(cache), None) is not None and not self._replays:
+            self._forward.close()
+
+    def _replayed(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A call of the model's forward."""
+        replay = self._replays.get(id(given_cache(kwargs)))
+        output = None if replay is None else replay(own, kwargs)
+        return own(*args, **kwargs) if output is None else output
 
     def _capture(self) -> Capture | None:
         """That of the latest context that has one."""

@@ -14,7 +14,7 @@ from kvrecall.layer.state import LayerState
 
 
 @dataclass(eq=False)
-class Group:
+class SlotAssignment:
     """The sequences of one layer state, each in a slot; they join and leave together.
 
     first: tokens of each retrieval zone when they joined. steps: made since then. begun: how many of
@@ -55,13 +55,13 @@ class SlotLayer(ABC):
         self.shape, self.method, self.layer = replace(like.shape, sequences=slots), like.method, like.layer
         self.kind, self.memory = kind_of(like), like.store.memory
         """memory: of the rows, held so that it is not freed and its address stays."""
-        self.groups: list[Group] = []
+        self.groups: list[SlotAssignment] = []
 
     @abstractmethod
     def fits(self, state: LayerState, room: int) -> bool:
         """Whether the sequences of a state can join for `room` steps: they have this layer's kind, size and memory."""
 
-    def join(self, group: Group, room: int) -> None:
+    def join(self, group: SlotAssignment, room: int) -> None:
         """Takes over the sequences of a state that fits, into free slots. room: steps that they may make.
 
         After an error the state is as it was and the slots are free.
@@ -74,7 +74,7 @@ class SlotLayer(ABC):
             self._forget(group)
             raise
 
-    def leave(self, group: Group) -> None:
+    def leave(self, group: SlotAssignment) -> None:
         """Gives the state back as if the steps had been made uncaptured, and frees the slots; synchronises."""
         if group not in self.groups:
             return
@@ -86,14 +86,14 @@ class SlotLayer(ABC):
             self._forget(group)
 
     @abstractmethod
-    def _join(self, group: Group, room: int) -> None:
+    def _join(self, group: SlotAssignment, room: int) -> None:
         """Fills the slots. It may be called again until the first step: the state is still valid."""
 
     @abstractmethod
-    def _give_back(self, group: Group) -> None:
+    def _give_back(self, group: SlotAssignment) -> None:
         """Brings the state up to date, as if the steps had been made uncaptured."""
 
-    def _forget(self, group: Group) -> None:  # noqa: B027 - optional
+    def _forget(self, group: SlotAssignment) -> None:  # noqa: B027 - optional
         """Called when the group's slots have been freed."""
 
     @abstractmethod

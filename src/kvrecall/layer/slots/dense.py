@@ -9,7 +9,7 @@ from kvrecall.attend.zones import ZoneAttention
 from kvrecall.cache.device_memory import has_own_memory
 from kvrecall.core.errors import CaptureError
 from kvrecall.core.structs import AttentionParams
-from kvrecall.layer.slots.base import Group, SlotLayer
+from kvrecall.layer.slots.base import SlotAssignment, SlotLayer
 from kvrecall.layer.state import LayerState
 
 
@@ -49,7 +49,7 @@ class DenseSlots(SlotLayer):
         if taken < fed:  # later tokens are written to the same places
             self._attention.counts -= (fed - taken) * self._attention.active
 
-    def _join(self, group: Group, room: int) -> None:
+    def _join(self, group: SlotAssignment, room: int) -> None:
         attention, store = self._attention, group.state.store
         require_near(group.state)
         if store.memory is not self.memory:
@@ -60,7 +60,7 @@ class DenseSlots(SlotLayer):
             store.host[b].write(zones.retrieval, rows[:, zones.sink :])
             attention.counts[slot], attention.active[slot], attention.bad[slot] = zones.total, 1, 0
 
-    def _give_back(self, group: Group) -> None:
+    def _give_back(self, group: SlotAssignment) -> None:
         store, steps, resident = group.state.store, group.steps, 0
         own, moved_away = self._attention.table.rows, store.memory is not self.memory
         for b, slot in enumerate(group.slots):
@@ -80,7 +80,7 @@ class DenseSlots(SlotLayer):
         sizes = steps, store.sequences, self.shape.kv_heads
         group.state.counters.captured(*sizes, searches=0, resident=resident, selected=0, static=0, read=0, moved=0)
 
-    def _forget(self, group: Group) -> None:
+    def _forget(self, group: SlotAssignment) -> None:
         for slot in group.slots:
             self._attention.counts[slot] = self._attention.active[slot] = 0
 

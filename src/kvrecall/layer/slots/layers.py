@@ -9,7 +9,7 @@ from kvrecall.cache.slot_zones import ZonePlan
 from kvrecall.core.cuda import staging
 from kvrecall.core.launch import cdiv
 from kvrecall.index.table import WIDE
-from kvrecall.layer.slots.base import Group, SlotLayer, kind_of, require_pinned
+from kvrecall.layer.slots.base import SlotAssignment, SlotLayer, kind_of, require_pinned
 from kvrecall.layer.slots.dense import DenseSlots
 from kvrecall.layer.slots.search import SearchSlots
 from kvrecall.layer.state import LayerState
@@ -20,32 +20,31 @@ _SPARE = 8
 """Room is rounded up by up to an eighth, so that a sequence that is slightly longer still fits."""
 
 
-def roomy(tokens: int) -> int:
+def bucket_length(tokens: int) -> int:
     """A length that holds `tokens` tokens, at most an eighth more and some."""
     step = max(WIDE, (1 << tokens.bit_length()) // (2 * _SPARE))
     return step * cdiv(tokens, step)
 
 
-class Joined:
+class SlotLease:
     """The sequences of one cache in their slots, layer by layer, and how many steps they may still make."""
 
-    def __init__(self, states: list[LayerState], slots: list[int], room: int) -> None:
-        """Ends the prompts of the states and begins their static sets, as the next step would.
-
-        `Layers.leave` takes back what was not used.
+    def __init__(self, states: list[LayerState], numbers: list[int], room: int) -> None:
+        """Ends the prompts of the states and begins their static sets, as the next step would. numbers: of the slots, one per
+        sequence. `Layers.leave` takes back what was not used.
         """
-        self.states, self.slots, self.room = states, slots, room
-        self.groups = [Group(state, slots) for state in states]
+        self.states, self.numbers, self.room = states, numbers, room
+        self.groups = [SlotAssignment(state, numbers) for state in states]
         for group in self.groups:
             group.state.last_steps.forget()
-            group.state.end_prompts(list(range(len(slots))), coming=1)
+            group.state.end_prompts(list(range(len(numbers))), coming=1)
         for group in self.groups:
             group.begin_static()
 
     @property
     def behind_sink(self) -> int:
         """The most tokens after the sink that a sequence may reach."""
-        zones = [state.store.zones(b) for state in self.states for b in range(len(self.slots))]
+        zones = [state.store.zones(b) for state in self.states for b in range(len(self.numbers))]
         return max(z.total - z.sink for z in zones) + self.room + 1
 
     def undo(self) -> None:
@@ -85,45 +84,45 @@ class Layers:
                 self.all.append(SearchSlots(state, slots, tokens, self.table, plan, own, width))
         self._prepared = False
 
-    def fits(self, joined: Joined) -> bool:
+    def fits(self, lease: SlotLease) -> bool:
         """Whether sequences can join: they have the memory, kinds and sizes that the launches were made for."""
         return (
-            joined.states[0].store.pool is self._pool
-            and len(joined.states) == len(self.all)
-            and joined.behind_sink <= self.tokens
+            lease.states[0].store.pool is self._pool
+            and len(lease.states) == len(self.all)
+            and lease.behind_sink <= self.tokens
             and all(
-                layer.kind == kind_of(state) and layer.memory is state.store.memory and layer.fits(state, joined.room)
-                for layer, state in zip(self.all, joined.states, strict=True)
+                layer.kind == kind_of(state) and layer.memory is state.store.memory and layer.fits(state, lease.room)
+                for layer, state in zip(self.all, lease.states, strict=True)
             )
         )
 
-    def join(self, joined: Joined) -> None:
-        """Puts sequences that fit into free slots. After an error the states are unchanged; `joined` may be used again."""
+    def join(self, lease: SlotLease) -> None:
+        """Puts sequences that fit into free slots. After an error the states are unchanged; `lease` may be used again."""
         self._prepared = False
         # Layers share the blocks of a sequence: all are final before the table is filled.
-        for state in joined.states:
+        for state in lease.states:
             for b, rows in enumerate(state.store.host):
                 zones = state.store.zones(b)
-                rows.reach(zones.total - zones.sink + joined.room + 1, every_layer=True)
+                rows.reach(zones.total - zones.sink + lease.room + 1, every_layer=True)
             if state.index is not None:
                 require_pinned(state)  # also the room that was reserved just now
-        for b, slot in enumerate(joined.slots):
-            blocks = joined.states[0].store.host[b].blocks_of_all_layers.on(self.table.device)
+        for b, slot in enumerate(lease.numbers):
+            blocks = lease.states[0].store.host[b].blocks_of_all_layers.on(self.table.device)
             self.table[slot, : len(blocks)] = blocks[: self.table.shape[1]]
-        for plan, state in self._planned(joined):
-            for b, slot in enumerate(joined.slots):
+        for plan, state in self._planned(lease):
+            for b, slot in enumerate(lease.numbers):
                 plan.zones[slot] = state.store.zones(b)
         try:
-            for layer, group in zip(self.all, joined.groups, strict=True):
-                layer.join(group, joined.room)
+            for layer, group in zip(self.all, lease.groups, strict=True):
+                layer.join(group, lease.room)
         except BaseException:
-            self._free(joined)
+            self._free(lease)
             raise
 
-    def leave(self, joined: Joined) -> None:
+    def leave(self, lease: SlotLease) -> None:
         """Gives all states back, even if one fails, and frees the slots. Raises the first error."""
         errors: list[BaseException] = []
-        for layer, group in zip(self.all, joined.groups, strict=True):
+        for layer, group in zip(self.all, lease.groups, strict=True):
             try:
                 made = group.steps
                 layer.leave(group)
@@ -131,7 +130,7 @@ class Layers:
                     group.end_static()
             except BaseException as error:
                 errors.append(error)
-        self._free(joined)
+        self._free(lease)
         if errors:
             raise errors[0]
 
@@ -186,19 +185,19 @@ class Layers:
         """int32 `[layers, slots]`, not 0 where a key or value was not finite."""
         return torch.stack([layer.bad for layer in self.all])
 
-    def _free(self, joined: Joined) -> None:
+    def _free(self, lease: SlotLease) -> None:
         self._prepared = False
-        for layer, group in zip(self.all, joined.groups, strict=True):
+        for layer, group in zip(self.all, lease.groups, strict=True):
             layer.leave(group)  # does nothing where the group has left or never joined
         for plan in self.plans:
-            for slot in joined.slots:
+            for slot in lease.numbers:
                 plan.zones.pop(slot, None)
-        for slot in joined.slots:
+        for slot in lease.numbers:
             self.table[slot] = 0
 
-    def _planned(self, joined: Joined) -> list[tuple[ZonePlan, LayerState]]:
+    def _planned(self, lease: SlotLease) -> list[tuple[ZonePlan, LayerState]]:
         """Every plan, with the state of a layer that follows it."""
-        return [(plan, joined.states[self._numbers.index(number)]) for number, plan in enumerate(self.plans)]
+        return [(plan, lease.states[self._numbers.index(number)]) for number, plan in enumerate(self.plans)]
 
     def _plan_of(self, state: LayerState) -> int | None:
         """The number of a layer's plan, made here if no earlier layer shares it; None if the device plans."""

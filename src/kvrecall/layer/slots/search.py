@@ -15,7 +15,7 @@ from kvrecall.cache.zones import ZoneLengths
 from kvrecall.core.errors import CaptureError
 from kvrecall.core.structs import AttentionParams, HeldSelection
 from kvrecall.index.step import SlotSpec, SlotStep
-from kvrecall.layer.slots.base import Group, SlotLayer, keeps_rows
+from kvrecall.layer.slots.base import SlotAssignment, SlotLayer, keeps_rows
 from kvrecall.layer.state import LayerState
 from kvrecall.select.query_ring import QueryRing, places
 from kvrecall.static.sets import StaticRefresh
@@ -81,7 +81,7 @@ class SearchSlots(SlotLayer):
         self._lse = torch.zeros(slots, shape.query_heads, dtype=torch.float32, device=device)
         self._log = QueryRing(slots, heads, like.decode_window, group, dim, none) if like.decode_window else None
         self._estimated: dict[int, int] = {}  # groups of tokens whose attention was estimated, by slot
-        self._away: set[Group] = set()  # given back for a new static set, not yet taken over again
+        self._away: set[SlotAssignment] = set()  # given back for a new static set, not yet taken over again
 
     def fits(self, state: LayerState, room: int) -> bool:
         host, index = self.attention.table, state.index
@@ -139,7 +139,7 @@ class SearchSlots(SlotLayer):
             elif isinstance(self.zones, PlannedZones):
                 self._catch_up(group, self.zones)
 
-    def _renew_static(self, group: Group) -> None:
+    def _renew_static(self, group: SlotAssignment) -> None:
         if group not in self._away:
             statics, every = group.state.statics, range(len(group.slots)) if group.steps else ()
             soon = [(b, left) for b in every if (left := statics.due(b, group.steps)) is not None]
@@ -155,7 +155,7 @@ class SearchSlots(SlotLayer):
         self._take_over(group, 0)
         self._away.discard(group)
 
-    def _catch_up(self, group: Group, zones: PlannedZones) -> None:
+    def _catch_up(self, group: SlotAssignment, zones: PlannedZones) -> None:
         for b, (slot, own) in enumerate(zip(group.slots, zones.lengths(group.slots), strict=True)):
             if self.part.lacks(slot, own.retrieval):
                 with self._stored(group.state, b, own.retrieval):
@@ -183,14 +183,14 @@ class SearchSlots(SlotLayer):
             for slot in group.slots:
                 self._estimated[slot] += self.part.estimated(slot)
 
-    def _join(self, group: Group, room: int) -> None:
+    def _join(self, group: SlotAssignment, room: int) -> None:
         for b in range(len(group.slots)):
             zones, rows = group.state.store.zones(b), group.state.store.resident.view(b)
             window = rows[:, zones.sink : zones.sink + self.zones.on_host(zones)]
             group.state.store.host[b].write(zones.retrieval, window.cpu())  # synchronous: graphs wait for no copy
         self._take_over(group, room)
 
-    def _take_over(self, group: Group, room: int) -> None:
+    def _take_over(self, group: SlotAssignment, room: int) -> None:
         """Takes over the state for the coming step; nothing of it is counted yet. The window is in the host's rows."""
         state, index, attention = group.state, group.state.index, self.attention
         assert index is not None
@@ -235,7 +235,7 @@ class SearchSlots(SlotLayer):
         attention = self.attention
         return attention.front + places(zones.retrieval, zones.local + zones.buffer, attention.ring, self.shape.device)
 
-    def _give_back(self, group: Group) -> None:
+    def _give_back(self, group: SlotAssignment) -> None:
         state, index, sink = group.state, group.state.index, self._sizes.sink_tokens
         assert index is not None
         after = self.zones.lengths(group.slots)
@@ -261,7 +261,7 @@ class SearchSlots(SlotLayer):
                 state.statics.grow_older(b, group.steps - 1)
         group.steps = group.begun = 0
 
-    def _forget(self, group: Group) -> None:
+    def _forget(self, group: SlotAssignment) -> None:
         self._away.discard(group)
         index = group.state.index
         assert index is not None
@@ -270,7 +270,7 @@ class SearchSlots(SlotLayer):
             self.zones.leave(slot)
             self._estimated.pop(slot, None)
 
-    def _look(self, group: Group, b: int) -> StaticRefresh | None:
+    def _look(self, group: SlotAssignment, b: int) -> StaticRefresh | None:
         """A new static set of sequence b, begun as `LayerState.begin_static` would before the coming step."""
         state, slot = group.state, group.slots[b]
         zones = self.zones.lengths([slot])[0]
@@ -280,7 +280,7 @@ class SearchSlots(SlotLayer):
         window = keys[:, self._window(zones)]
         return state.refresh(b, [(keys[:, :sink], 0), (window, sink + zones.retrieval)], zones.retrieval)
 
-    def _count(self, group: Group, moved: int) -> None:
+    def _count(self, group: SlotAssignment, moved: int) -> None:
         """Adds what the steps did to the counters."""
         state, steps, slots, heads = group.state, group.steps, group.slots, self.shape.kv_heads
         static, read = _static_tokens(state), torch.stack([self.attention.read[slot] for slot in slots]).sum()

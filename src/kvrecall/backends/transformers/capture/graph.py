@@ -28,46 +28,43 @@ from kvrecall.backends.transformers.owner import step
 from kvrecall.core.errors import CaptureError
 from kvrecall.core.structs import AttentionParams
 from kvrecall.layer.slots.base import SlotLayer
-from kvrecall.layer.slots.layers import Joined, Layers, roomy
+from kvrecall.layer.slots.layers import Layers, SlotLease
 
 
-class Member:
-    """A cache with its sequences in slots of a step."""
+class CacheLease:
+    """A borrowed cache, its sequences in slots of a graph."""
 
-    def __init__(self, cache: RetrievalCache, joined: Joined, windows: list[SlidingWindow]) -> None:
-        self.cache, self.joined, self.windows = cache, joined, windows
-        first, slots = joined.slots[0], joined.slots
-        device, span = joined.states[0].shape.device, slice(first, first + len(slots))
-        self._place = (
-            span if slots == list(range(span.start, span.stop)) else torch.tensor(slots, device=device, dtype=torch.int64)
-        )
-        self.left = joined.room
+    def __init__(self, cache: RetrievalCache, slots: SlotLease, windows: list[SlidingWindow]) -> None:
+        self.cache, self.slots, self.windows = cache, slots, windows
+        numbers, device = slots.numbers, slots.states[0].shape.device
+        span = slice(numbers[0], numbers[0] + len(numbers))
+        contiguous = numbers == list(range(span.start, span.stop))
+        self._place = span if contiguous else torch.tensor(numbers, device=device, dtype=torch.int64)
+        self.left = slots.room
         """Steps that it has room for."""
 
     def rows(self, of_slots: Tensor) -> Tensor:
-        """Its slots' part of `[slots, …]` on the device; a view if the slots are contiguous."""
+        """Its part of `[slots, …]` on the device; a view if its slots are contiguous."""
         return of_slots[self._place]
 
-    def feed(self, step: RecordedStep, tokens: Tensor) -> None:
-        """Sets the tokens of its next step, int64 `[B]` on any device."""
-        step.input_ids[self._place] = tokens.to(step.input_ids.device).unsqueeze(1)
+    def feed(self, graph: DecodeGraph, tokens: Tensor) -> None:
+        """Sets the tokens of its next step, int64 `[B, width]` on any device."""
+        graph.input_ids[self._place] = tokens.to(graph.input_ids.device)
 
-    def move(self, step: RecordedStep, tokens: int) -> None:
+    def advance(self, graph: DecodeGraph, tokens: int) -> None:
         """Moves the positions of its next step on by so many tokens."""
-        step.positions[self._place] += tokens
+        graph.positions[self._place] += tokens
 
 
-class RecordedStep:
+class DecodeGraph:
     """Slots of all layers, and the graph of a step over them. It holds no reference to a model, cache or state."""
 
-    def __init__(
-        self, key: StepKey, cache: RetrievalCache, joined: Joined, slots: int, ranks: Ranks, tokens: int | None = None
-    ) -> None:
-        """Makes free slots for sequences like those of `joined`, with up to `tokens` tokens after the sink. Raises
+    def __init__(self, key: StepKey, cache: RetrievalCache, taken: SlotLease, slots: int, ranks: Ranks, tokens: int) -> None:
+        """Makes free slots for sequences like those of `taken`, with up to `tokens` tokens after the sink. Raises
         CaptureError if a layer refuses."""
         self.key, self.slots, self.width, self._ranks = key, slots, key.width, ranks
-        device = joined.states[0].shape.device
-        self.layers = Layers(joined.states, slots, tokens or roomy(joined.behind_sink), self.width)
+        device = taken.states[0].shape.device
+        self.layers = Layers(taken.states, slots, tokens, self.width)
         self.windows = [
             SlidingSlots(cache, number, slots)
             for number, held in enumerate(cache.layers)
@@ -85,7 +82,7 @@ class RecordedStep:
         """`[slots, vocabulary]` of the last step, with width > 1 `[slots, width, vocabulary]`."""
         self._untaken = False
         """Whether a step of several tokens was replayed, and `take` has not been called."""
-        self.members: list[Member] = []
+        self.leases: list[CacheLease] = []
         self.recorded = False
         self._graph: Any = None
         self._found: dict[SlotLayer, torch.cuda.Event] = {}
@@ -98,55 +95,55 @@ class RecordedStep:
     @property
     def free(self) -> list[int]:
         """Slots without a sequence."""
-        taken = {slot for member in self.members for slot in member.joined.slots}
+        taken = {slot for lease in self.leases for slot in lease.slots.numbers}
         return [slot for slot in range(self.slots) if slot not in taken]
 
-    def fits(self, cache: RetrievalCache, joined: Joined) -> bool:
+    def fits(self, cache: RetrievalCache, taken: SlotLease) -> bool:
         """Whether the sequences of a cache can join, if slots are free."""
         sliding = [number for number, held in enumerate(cache.layers) if isinstance(held, DynamicSlidingWindowLayer)]
         return (
-            set(joined.slots) <= set(self.free)
+            set(taken.numbers) <= set(self.free)
             and sliding == [window.number for window in self.windows]
             and all(window.fits(cache) for window in self.windows)
-            and self.layers.fits(joined)
+            and self.layers.fits(taken)
         )
 
-    def join(self, cache: RetrievalCache, joined: Joined) -> Member:
+    def join(self, cache: RetrievalCache, taken: SlotLease) -> CacheLease:
         """Puts the sequences of a cache into free slots; they must fit. After an error the cache is unchanged."""
-        member = Member(cache, joined, [])
+        lease = CacheLease(cache, taken, [])
         try:
             for of in self.windows:
-                member.windows.append(SlidingWindow(cache, of, joined.slots))
-            self.layers.join(joined)
+                lease.windows.append(SlidingWindow(cache, of, taken.numbers))
+            self.layers.join(taken)
         except BaseException:
-            for window in member.windows:
+            for window in lease.windows:
                 window.give_back()
             raise
         for layer, holder in zip(self.layers.all, cache.retrieval_layers, strict=True):
             holder.captured = partial(self._attend, layer)
-        first = joined.states[0].store
-        for b, slot in enumerate(joined.slots):
+        first = taken.states[0].store
+        for b, slot in enumerate(taken.numbers):
             self.positions[slot] = first.zones(b).total + torch.arange(self.width, device=self.positions.device)
-        self.members.append(member)
-        return member
+        self.leases.append(lease)
+        return lease
 
-    def leave(self, member: Member) -> None:
+    def leave(self, lease: CacheLease) -> None:
         """Gives a cache back with the decoded tokens, every layer even if one fails."""
-        if member not in self.members:
+        if lease not in self.leases:
             return
         if self.positions.is_cuda:
             torch.cuda.current_stream().synchronize()
-        with step([member.cache]), deferred_interrupt(), ExitStack() as every:  # runs in reverse order
+        with step([lease.cache]), deferred_interrupt(), ExitStack() as every:  # runs in reverse order
             self._untaken = False
-            self.members.remove(member)
-            for holder in member.cache.retrieval_layers:
+            self.leases.remove(lease)
+            for holder in lease.cache.retrieval_layers:
                 every.callback(holder.give_back)
-            for state in member.joined.states:
+            for state in lease.slots.states:
                 every.callback(state.statics.pause)
-            every.callback(self.layers.leave, member.joined)
-            for window in member.windows:
+            every.callback(self.layers.leave, lease.slots)
+            for window in lease.windows:
                 every.callback(window.give_back)
-            for slot in member.joined.slots:
+            for slot in lease.slots.numbers:
                 self.positions[slot] = 0
 
     def replay(self) -> None:
@@ -172,35 +169,35 @@ class RecordedStep:
     @property
     def most_taken(self) -> int:
         """How many tokens of the next step can be taken."""
-        return self.layers.most_taken([slot for member in self.members for slot in member.joined.slots])
+        return self.layers.most_taken([slot for lease in self.leases for slot in lease.slots.numbers])
 
     def _count(self, tokens: int) -> None:
         """Counts the step's first tokens, in all layers."""
         self.layers.advance(tokens)
-        for member in self.members:
-            member.left -= tokens
-            before = member.cache.get_seq_length()
-            for holder in member.cache.retrieval_layers:
+        for lease in self.leases:
+            lease.left -= tokens
+            before = lease.cache.get_seq_length()
+            for holder in lease.cache.retrieval_layers:
                 holder.count_captured(tokens)
-            member.cache.tokens.add(member.rows(self.input_ids)[:, :tokens], before, tokens)
-            for window in member.windows:
+            lease.cache.tokens.add(lease.rows(self.input_ids)[:, :tokens], before, tokens)
+            for window in lease.windows:
                 window.moved_on()
             if self.width > 1 and tokens:
-                member.move(self, tokens)
-            if (running := member.cache.running) is not None:  # layers were not called, so the pass must be told
-                running.attended.update(holder.number for holder in member.cache.retrieval_layers)
+                lease.advance(self, tokens)
+            if (running := lease.cache.running) is not None:  # layers were not called, so the pass must be told
+                running.attended.update(holder.number for holder in lease.cache.retrieval_layers)
         self.layers.prepare_ahead()
 
-    def record(self, model: PreTrainedModel, call: Any, member: Member) -> None:
+    def record(self, model: PreTrainedModel, call: Any, lease: CacheLease) -> None:
         """Warms up, records, and checks the first replay. Warm-up and first replay are trials: they write only what the first
         real step will overwrite. In trials every layer searches, also layers that would hold their selection.
 
-        call: the model's forward. member: the cache that the model is called with. A rank that fails tells the others before
+        call: the model's forward. lease: the cache that the model is called with. A rank that fails tells the others before
         they wait for it in a collective.
         """
-        states = [state for each in self.members for state in each.joined.states]
+        states = [state for lease in self.leases for state in lease.slots.states]
         held = [state.held for state in states]
-        launch = partial(self._launch, model, partial(self._forward, call, member.cache))
+        launch = partial(self._launch, model, partial(self._forward, call, lease.cache))
         try:
             for state in states:
                 state.held = {}
@@ -275,19 +272,19 @@ class RecordedStep:
         assert self._attended is not None
         for number, layer in enumerate(self.layers.all):
             asked = self._attended.pop(layer)
-            for member in self.members:
-                state = member.joined.states[number]
-                check_attention(state.layer, asked.of(member.joined.slots), partial(uncaptured_answer, state))
-        for member in self.members:
-            for of, window in zip(self.windows, member.windows, strict=True):
+            for lease in self.leases:
+                state = lease.slots.states[number]
+                check_attention(state.layer, asked.of(lease.slots.numbers), partial(uncaptured_answer, state))
+        for lease in self.leases:
+            for of, window in zip(self.windows, lease.windows, strict=True):
                 assert of.attended is not None
-                check_attention(window.number, of.attended.of(member.joined.slots), window.uncaptured)
-            check_logits(self.logits[member.joined.slots], launched[member.joined.slots])
+                check_attention(window.number, of.attended.of(lease.slots.numbers), window.uncaptured)
+            check_logits(self.logits[lease.slots.numbers], launched[lease.slots.numbers])
 
     def _forget_trial(self) -> None:
         self.layers.forget_trial()
-        for member in self.members:
-            for window in member.windows:
+        for lease in self.leases:
+            for window in lease.windows:
                 window.load()
 
     def _modules(self, model: PreTrainedModel) -> AbstractContextManager[None]:
