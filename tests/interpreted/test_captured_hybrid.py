@@ -171,7 +171,7 @@ def test_captured_steps_make_no_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "flash_attention_mask", looked)
     captured = CapturedSteps(model, cache, required=True)
     for _ in range(3):
-        captured.step(torch.zeros(3, 1, dtype=torch.int64), 8)
+        captured.step(TOKENS, 8)
         assert [cache.get_seq_length(number) for number in range(3)] == [cache.get_seq_length()] * 3
     captured.close()
     assert cache.get_seq_length() == 43 and len(windows(cache)) == 2

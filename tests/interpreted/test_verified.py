@@ -208,7 +208,7 @@ def test_a_copy_that_does_not_fit(fits: str, monkeypatch: pytest.MonkeyPatch) ->
             engine.generate(model, None, ids, cache, max_new_tokens=2)
     assert glances == ([2, 1, 1] if fits == "sequence by sequence" else [2, 1])
     if fits == "not at all":
-        cache, _ = prefilled(model, METHODS["every-step"])
+        cache, ids = prefilled(model, METHODS["every-step"])
         with pytest.raises(CaptureError, match="no memory for a copy of layer 0"):
             CapturedSteps(model, cache, required=True).step(ids[:, -1:], 8)
 
