@@ -16,7 +16,7 @@ from torch import Tensor
 import kvrecall
 from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.backends.transformers.rotary import Rotaries, _Recorder, ask_model, rotaries_of, text_decoder
-from kvrecall.index.statistics import NoRotary, turn, turn_back
+from kvrecall.index.statistics import NoRotary, rotate, rotate_back
 from tests.backends.models import SMALL, tiny
 
 ROPE = {"rope_theta": 10000.0}
@@ -100,13 +100,13 @@ def check(model: Any, found: Rotaries, eps: float = 1e-5) -> None:
     for number, layer in found.layers.items():
         plain = None
         for first in places:
-            cos, sin = layer.rotary.turns(first, 40)
+            cos, sin = layer.rotary.cos_sin(first, 40)
             assert cos.dtype == sin.dtype == torch.float32 and cos.shape == (40, layer.dim)
             here = keys[first][number].float()
             assert here.shape[0] == layer.kv_heads
-            before = turn_back(here, cos, sin, layer.rotary.partner)
+            before = rotate_back(here, cos, sin, layer.rotary.partner)
             plain = before if plain is None else plain
-            assert (turn(plain, cos, sin, layer.rotary.partner) - here).norm() <= eps * here.norm(), (number, first)
+            assert (rotate(plain, cos, sin, layer.rotary.partner) - here).norm() <= eps * here.norm(), (number, first)
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -126,7 +126,7 @@ def test_half_precision(family: str, dtype: torch.dtype) -> None:
     found = ask_model(model)
     assert not found.unknown
     check(model, found, 4 * torch.finfo(dtype).eps)
-    cos, _ = found.layers[0].rotary.turns(1, 1)
+    cos, _ = found.layers[0].rotary.cos_sin(1, 1)
     assert (cos != cos.to(dtype).float()).any()  # it computes in fp32 whatever the model does
 
 
@@ -134,7 +134,7 @@ def test_two_embeddings() -> None:
     """Gemma 3 turns its sliding layers otherwise; only the others are ours."""
     model = biased(tiny("gemma3", num_hidden_layers=4))
     check(model, ask_model(model))
-    cos, _ = ask_model(model).layers[1].rotary.turns(1, 1)
+    cos, _ = ask_model(model).layers[1].rotary.cos_sin(1, 1)
     theta = model.config.rope_parameters["full_attention"]["rope_theta"]
     assert theta != model.config.rope_parameters["sliding_attention"]["rope_theta"]
     assert float(cos[0, 1]) == pytest.approx(torch.tensor(1.0 / theta ** (2 / 64)).cos().item(), rel=1e-6)
@@ -180,7 +180,7 @@ def test_a_table_ends() -> None:
     assert not found.unknown
     rotary = found.layers[0].rotary
     assert expected.positions is None and rotary.positions == 256
-    for ours, theirs in zip(rotary.turns(200, 9000), expected.turns(200, 56), strict=True):
+    for ours, theirs in zip(rotary.cos_sin(200, 9000), expected.cos_sin(200, 56), strict=True):
         assert torch.equal(ours[:56], theirs) and torch.equal(ours[56:], theirs[-1:].expand(8944, -1))
     cache = kvrecall.RetrievalCache(
         model.config, kvrecall.ParisKVBalanced(top_k=16, local_tokens=32, full_attention_threshold=0)
@@ -268,7 +268,7 @@ def test_the_model_stays_as_it_was(family: str) -> None:
     implementation, state, numbers = model.config._attn_implementation, torch.get_rng_state(), random.getstate()
     found = ask_model(model)
     for layer in found.layers.values():
-        layer.rotary.turns(5000, 10)
+        layer.rotary.cos_sin(5000, 10)
     assert [module.training for module in model.modules()] == modes
     assert all(torch.equal(value, buffers[name]) for name, value in model.named_buffers())
     assert set(vars(rotary)) == set(held) and rotary.attention_scaling == held["attention_scaling"]
@@ -299,11 +299,11 @@ def test_with_the_hooks_of_accelerate() -> None:
     from accelerate import cpu_offload
 
     model = made("llama")
-    expected = ask_model(model).layers[0].rotary.turns(3, 5)
+    expected = ask_model(model).layers[0].rotary.cos_sin(3, 5)
     cpu_offload(model, execution_device=torch.device("cpu"))
     found = ask_model(model)
     assert not found.unknown
-    for one, other in zip(found.layers[0].rotary.turns(3, 5), expected, strict=True):
+    for one, other in zip(found.layers[0].rotary.cos_sin(3, 5), expected, strict=True):
         assert torch.equal(one, other)
 
 

@@ -19,7 +19,7 @@ from kvrecall.step.device import TOGETHER, DeviceLayer, Pass, Window
 from kvrecall.step.plan import PassPlan
 from kvrecall.step.stream import PLACES, STREAMED_TOKENS, HostBlocks
 from kvrecall.step.summaries import width_of
-from kvrecall.step.warmup import Layout, Limits, Told, Trial, trials
+from kvrecall.step.warmup import FakeMetadata, Layout, Limits, Trial, trials
 from tests.index.sphere.with_statistics import Model
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
@@ -49,7 +49,7 @@ class Passes:
     def run(self, trial: Trial) -> None:
         here = torch.device("cpu")
         q, k, v = self.layout.random(sum(trial.counts), here)
-        told, near = (Told.of(trial, size, LONGEST, here) for size in (BLOCK, PAGE))
+        told, near = (FakeMetadata.of(trial, size, LONGEST, here) for size in (BLOCK, PAGE))
         window = Window(self.window, near.block_table_tensor, near.slot_mapping)
         self.layer.forward(q, k, v, Pass.of(told, self.plan, BLOCK, self.drafts), window, torch.zeros(q.shape, dtype=q.dtype))
 

@@ -36,7 +36,7 @@ def test_kept_and_read_again(trace: Trace, tmp_path: Path) -> None:
     for number, layer in trace.layers.items():
         one, other = layer.statistics, again.layers[number].statistics
         assert one is not None and other is not None
-        for (cos, sin), (c, s) in [(one.rotary.turns(0, 204), other.rotary.turns(0, 204))]:
+        for (cos, sin), (c, s) in [(one.rotary.cos_sin(0, 204), other.rotary.cos_sin(0, 204))]:
             assert torch.equal(cos, c) and torch.equal(sin, s)
         before, after = one.keys, other.keys
         assert before.tokens == after.tokens == 1024
@@ -50,9 +50,9 @@ def test_the_table_is_the_model_s_embedding(trace: Trace) -> None:
     layer = trace.layers[2]
     assert layer.statistics is not None
     own = rotaries_of(tiny("llama")).layers[2].rotary
-    for mine, theirs in zip(layer.statistics.rotary.turns(0, 204), own.turns(0, 204), strict=True):
+    for mine, theirs in zip(layer.statistics.rotary.cos_sin(0, 204), own.cos_sin(0, 204), strict=True):
         assert torch.equal(mine, theirs)
-    beyond = layer.statistics.rotary.turns(203, 3)[0]
+    beyond = layer.statistics.rotary.cos_sin(203, 3)[0]
     assert torch.equal(beyond[0], beyond[2])
 
 

@@ -13,9 +13,9 @@ from kvrecall.core.small_floats import pack
 from kvrecall.index.sphere import SphereConfig, SphereIndex
 from kvrecall.index.sphere.codes import Codes
 from kvrecall.index.sphere.codes import encode as reference_encode
+from kvrecall.index.sphere.cos_sin import SPAN
 from kvrecall.index.sphere.maps import Maps
 from kvrecall.index.sphere.pages import CodeLayout, CodePages
-from kvrecall.index.sphere.turns import SPAN
 from kvrecall.index.statistics import KeyStatistics, LayerStatistics, NoRotary
 from tests.index.sphere.build import coded, index_of, shape, synthetic_keys
 from tests.index.sphere.with_statistics import OWN, Halves, Model
@@ -50,7 +50,7 @@ def fused_centres(maps: Maps, first: int, count: int) -> Tensor:
     """As `Maps.centres`, rounded as the kernels round: the sum once, and not one of its products before. Of a key next to its
     centre little is left beside one rounding of the centre."""
     assert maps.means is not None
-    cos, sin = maps.turns(first + count)
+    cos, sin = maps.cos_sin(first + count)
     spans, (mean, partners) = torch.arange(first, first + count) // SPAN, maps.means.unsqueeze(2)
     return (cos[spans].double() * mean.double() + (sin[spans] * partners).double()).float()
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvrecall.step.counts import Counts, forget
 from kvrecall.step.device import Pass, Window
-from kvrecall.step.warmup import Layout, Limits, Told, trials
+from kvrecall.step.warmup import FakeMetadata, Layout, Limits, trials
 from tests.step import test_paged as paged
 from tests.step.on_device import MOST, PAGE, Device
 from tests.step.test_paged import DIM, HEADS, SHAPE, SIZE, cut, dense, method_of, tokens
@@ -160,7 +160,7 @@ def test_warming_up_changes_no_block_of_a_sequence_and_no_answer() -> None:
         before = [x.clone() for x in (device.pages, device.host.rows, device.layer_pages)]
         for trial in trials(limits, gpu=True):
             q, k, v = Layout.contiguous(SHAPE).random(sum(trial.counts), device.on)
-            told, near = (Told.of(trial, size, limits.longest, device.on) for size in (SIZE, PAGE))
+            told, near = (FakeMetadata.of(trial, size, limits.longest, device.on) for size in (SIZE, PAGE))
             window = Window(device.pages, near.block_table_tensor, near.slot_mapping)
             device.layer.forward(q, k, v, Pass.of(told, device.plan, SIZE, drafts), window, torch.empty_like(q))
         for old, new in zip(before, (device.pages, device.host.rows, device.layer_pages), strict=True):

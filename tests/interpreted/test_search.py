@@ -10,8 +10,8 @@ import torch
 
 from kvrecall.core.structs import Budget
 from kvrecall.index.sphere import SphereIndex
+from kvrecall.index.sphere.cos_sin import SPAN
 from kvrecall.index.sphere.schedule import RatioStep
-from kvrecall.index.sphere.turns import SPAN
 from tests.index.sphere.build import index_in_blocks, index_of, synthetic_keys
 from tests.index.sphere.build import search_both as by_numba_and_by_reference
 from tests.index.sphere.with_statistics import Halves, Model, Neighbours, Shuffled, filled

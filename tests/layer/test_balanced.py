@@ -50,7 +50,7 @@ def check(layer: LayerState, wanted: SphereIndex, sequences: tuple[int, ...] = (
 
 def test_centres_are_those_of_the_zones_positions(wanted: SphereIndex, known: LayerStatistics) -> None:
     """The zone begins behind the sink."""
-    cos, sin = (x.double().mean(0) for x in known.rotary.turns(4 + 128, 64))
+    cos, sin = (x.double().mean(0) for x in known.rotary.cos_sin(4 + 128, 64))
     mean, centre = known.keys.key_mean, wanted.maps.centres(128 + 7, 1)
     assert centre is not None
     expected = cos * mean + sin * mean[:, known.rotary.partner]

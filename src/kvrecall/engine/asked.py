@@ -16,7 +16,7 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from kvrecall.backends.transformers import RetrievalCache
 from kvrecall.backends.transformers.families import transformers_model
-from kvrecall.backends.transformers.passes import check_padding
+from kvrecall.backends.transformers.forward_pass import check_padding
 from kvrecall.core.errors import CaptureError, ContextLengthError, ParameterError
 from kvrecall.engine.decoding import generation_config
 from kvrecall.engine.lookup import check_lookup

@@ -24,7 +24,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from kvrecall.backends.transformers import RetrievalCache
 from kvrecall.backends.transformers.cache_name import CACHE, cache_argument, output_with
-from kvrecall.backends.transformers.joint import joinable
+from kvrecall.backends.transformers.multi_request import joinable
 from kvrecall.core.errors import ParameterError
 
 _SHARED = {"input_ids", "position_ids", "attention_mask", CACHE, "use_cache", "logits_to_keep"}

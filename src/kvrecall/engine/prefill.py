@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from kvrecall.backends.transformers import RetrievalCache, attach, families
 from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.backends.transformers.families import transformers_model
+from kvrecall.backends.transformers.forward_pass import check_padding
 from kvrecall.backends.transformers.generating import keep_prefix
 from kvrecall.backends.transformers.owner import request
-from kvrecall.backends.transformers.passes import check_padding
 from kvrecall.core.errors import ContextLengthError, ParameterError, ShapeError
 
 Progress = Callable[[int, int], None]

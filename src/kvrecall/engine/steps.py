@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.backends.transformers.families import changing_rotary
-from kvrecall.backends.transformers.joint import JointCache, NotTogetherError
+from kvrecall.backends.transformers.multi_request import JointCache, NotTogetherError
 from kvrecall.core.errors import CaptureError, InterruptedPassError
 from kvrecall.engine.asked import Asked
 from kvrecall.engine.decoding import Decoding

@@ -246,12 +246,12 @@ class TableRotary(Rotary):
         """cos, sin: fp32 `[positions, D]`; partner: int64 `[D]`."""
         self.partner, self._cos, self._sin, self.positions = partner, cos, sin, len(cos)
 
-    def turns(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+    def cos_sin(self, first: int, count: int) -> tuple[Tensor, Tensor]:
         at = torch.arange(first, first + count, device="cpu").clamp_max(len(self._cos) - 1)
         return self._cos[at], self._sin[at]
 
     @property
-    def turns_nothing(self) -> bool:
+    def is_identity(self) -> bool:
         return not bool(self._sin.any()) and bool((self._cos == 1).all())
 
 
@@ -263,7 +263,7 @@ def frozen(known: Mapping[int, LayerStatistics], positions: int) -> dict[int, La
     for number, layer in known.items():
         rotary = layer.rotary
         if id(rotary) not in tables:
-            tables[id(rotary)] = TableRotary(*rotary.turns(0, positions), rotary.partner)
+            tables[id(rotary)] = TableRotary(*rotary.cos_sin(0, positions), rotary.partner)
         made[number] = LayerStatistics(tables[id(rotary)], layer.keys)
     return made
 
@@ -277,7 +277,7 @@ def to_tensors(known: Mapping[int, LayerStatistics], positions: int) -> tuple[di
         rotary, statistics = layer.rotary, layer.keys
         table = numbers.setdefault(id(rotary), len(numbers))
         if f"rotary.{table}.cos" not in tensors:
-            cos, sin = rotary.turns(0, positions)
+            cos, sin = rotary.cos_sin(0, positions)
             partner = rotary.partner.contiguous().clone()
             tensors |= {
                 f"rotary.{table}.cos": cos.clone(),

@@ -32,11 +32,11 @@ class Rotary(ABC):
     """How many positions it knows; None: any number."""
 
     @abstractmethod
-    def turns(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+    def cos_sin(self, first: int, count: int) -> tuple[Tensor, Tensor]:
         """(cos, sin) of the positions first .. first + count - 1, fp32 `[count, D]`, on the CPU; sin has the sign."""
 
     @property
-    def turns_nothing(self) -> bool:
+    def is_identity(self) -> bool:
         """Whether keys are the same at all positions."""
         return False
 
@@ -47,21 +47,21 @@ class NoRotary(Rotary):
     def __init__(self, dim: int) -> None:
         self.partner = torch.arange(dim, device="cpu")
 
-    def turns(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+    def cos_sin(self, first: int, count: int) -> tuple[Tensor, Tensor]:
         shape = count, self.partner.shape[0]
         return torch.ones(shape, dtype=torch.float32, device="cpu"), torch.zeros(shape, dtype=torch.float32, device="cpu")
 
     @property
-    def turns_nothing(self) -> bool:
+    def is_identity(self) -> bool:
         return True
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor, partner: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, partner: Tensor) -> Tensor:
     """Applies the rotary embedding to vectors `[..., n, D]`, with cos and sin `[n, D]` of their positions."""
     return cos * x + sin * x[..., partner]
 
 
-def turn_back(x: Tensor, cos: Tensor, sin: Tensor, partner: Tensor) -> Tensor:
+def rotate_back(x: Tensor, cos: Tensor, sin: Tensor, partner: Tensor) -> Tensor:
     """The inverse of `turn`, where there is one."""
     # A pair (i, j): y_i = c_i x_i + s_i x_j and y_j = c_j x_j + s_j x_i.
     alone = partner == torch.arange(len(partner), device=partner.device)
@@ -88,12 +88,12 @@ class KeyStatistics:
         """Of one text, from its beginning: post-RoPE keys `[H_kv, n, D]` and queries `[H_q, n, D]`. Without queries all their
         directions count as equally likely."""
         heads, tokens, dim = keys.shape
-        cos, sin = (x.to(keys.device, torch.float64) for x in rotary.turns(0, tokens))
+        cos, sin = (x.to(keys.device, torch.float64) for x in rotary.cos_sin(0, tokens))
         partner = rotary.partner.to(keys.device)
-        k = turn_back(keys.double(), cos, sin, partner)
+        k = rotate_back(keys.double(), cos, sin, partner)
         second = k.new_zeros(heads, dim, dim)
         if queries is not None:
-            q = turn_back(queries.double(), cos, sin, partner).unflatten(0, (heads, -1)).flatten(1, 2)
+            q = rotate_back(queries.double(), cos, sin, partner).unflatten(0, (heads, -1)).flatten(1, 2)
             second = q.mT @ q / q.shape[1]
         return KeyStatistics.of_moments(tokens, k.mean(1), k.mT @ k / tokens, second)
 

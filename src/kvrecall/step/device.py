@@ -20,14 +20,14 @@ from kvrecall.attend import attend_block, attend_causal
 from kvrecall.core.launch import cdiv, next_power_of_2, overlapping
 from kvrecall.core.structs import AttentionParams, Partial, lasting_tensors
 from kvrecall.index.base import LayerShape
-from kvrecall.index.sphere.branches import beside, branches, divided
 from kvrecall.index.sphere.codes import BLOCK, MIN_ALPHA, magnitude_levels, magnitude_thresholds, weight_range
 from kvrecall.index.sphere.config import SphereConfig
+from kvrecall.index.sphere.cos_sin import SPAN
 from kvrecall.index.sphere.kernels import encode
 from kvrecall.index.sphere.kernels.search import GpuSearch, Tables
 from kvrecall.index.sphere.maps import Maps
 from kvrecall.index.sphere.plan import SEARCH_FIELDS
-from kvrecall.index.sphere.turns import SPAN
+from kvrecall.index.sphere.streams import on_streams, split_heads, stream_count
 from kvrecall.merge import merge_in_turn
 from kvrecall.merge.cuda import merge_step
 from kvrecall.methods.base import Method
@@ -44,7 +44,7 @@ TOGETHER = 32
 """Tokens of a pass that are searched at a time; the next ones reuse the scratch."""
 _MEAN_TILES, _MOST_MEAN_PARTS = 2, 32
 """Blocks of `DENSE_ROWS` page means per program, and most programs for them per KV head."""
-_MOST_BRANCHES = 4
+_MOST_STREAMS = 4
 """Branches of a search, because sequences may be much shorter than the longest one: a launch of eight short sequences takes as
 long as one of two."""
 
@@ -213,7 +213,7 @@ class DeviceLayer:
                 if self._means is not None:
                     self._estimate(q, self._means, asked.plan.pages[own], tables.blocks, of)
 
-            beside(divided(pairs, min(branches(len(pairs), self.scratch.longest), _MOST_BRANCHES)), q, part)
+            on_streams(split_heads(pairs, min(stream_count(len(pairs), self.scratch.longest), _MOST_STREAMS)), q, part)
             merge_step(
                 q.unsqueeze(2), self.scratch.out[: len(blocks)], self.scratch.lse[: len(blocks)], self._params.sink_logits,
                 into=out[own],

@@ -102,7 +102,7 @@ class _Codes(Summaries):
         # Keys of zero norm are not counted in pages, so every search reads the weights.
         return cpu.search_batch(
             self._pages, tables, torch.zeros(1, 1, 1, 1, dtype=torch.int32, device="cpu"), ends, [True] * count,
-            list(range(count)), maps.turn(grouped), sizes, budget, index.gqa, [_sink_ids(self._heads, sinks)] * count,
+            list(range(count)), maps.rotate(grouped), sizes, budget, index.gqa, [_sink_ids(self._heads, sinks)] * count,
             index.stage1, shifts,
         )  # fmt: skip
 

@@ -74,7 +74,7 @@ def trials(limits: Limits, gpu: bool) -> Iterator[Trial]:
 
 
 @dataclass(frozen=True)
-class Told:
+class FakeMetadata:
     """What vLLM tells builders of metadata about a pass (its `CommonAttentionMetadata`)."""
 
     query_start_loc: Tensor
@@ -87,13 +87,13 @@ class Told:
     is_prefilling: Tensor | None = None
 
     @staticmethod
-    def of(trial: Trial, block_size: int, longest: int, device: torch.device) -> Told:
+    def of(trial: Trial, block_size: int, longest: int, device: torch.device) -> FakeMetadata:
         """A trial in which every block is block 0. block_size: tokens per block."""
         begins = torch.tensor([0, *trial.counts], dtype=torch.int64, device="cpu").cumsum(0).int()
         lengths = torch.tensor(trial.lengths, dtype=torch.int64, device="cpu").int()
         blocks = torch.zeros(len(lengths), cdiv(longest, block_size), dtype=torch.int32, device=device)
         slots = torch.arange(sum(trial.counts), device=device) % block_size
-        return Told(begins.to(device), begins, lengths.to(device), lengths, max(trial.counts), blocks, slots)
+        return FakeMetadata(begins.to(device), begins, lengths.to(device), lengths, max(trial.counts), blocks, slots)
 
 
 @dataclass(frozen=True)

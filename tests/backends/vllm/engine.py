@@ -76,9 +76,9 @@ def likely(output: Any) -> list[dict[int, float]]:
 
 def inspected(llm: Any) -> dict[str, Any]:
     """What an engine of ours has done to its blocks, before anything is asked: blocks that are not zero, free ones, counts."""
-    from kvrecall.backends.vllm.served import Served
+    from kvrecall.backends.vllm.engine_state import EngineState
 
-    served = Served.of(llm.llm_engine.vllm_config)
+    served = EngineState.of(llm.llm_engine.vllm_config)
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
     windows = {window.name for window, _ in served.windows.values()}
     held = {

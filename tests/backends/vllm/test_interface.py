@@ -20,7 +20,7 @@ from kvrecall.backends.vllm import worker
 from kvrecall.backends.vllm.backend import RetrievalBackend, RetrievalBuilder, RetrievalImpl
 from kvrecall.backends.vllm.window import WindowBackend, WindowBuilder, WindowLayer
 from kvrecall.backends.vllm.window_pages import WindowManager, WindowSpec
-from kvrecall.step.warmup import Told
+from kvrecall.step.warmup import FakeMetadata
 
 
 def gpu_worker(monkeypatch: pytest.MonkeyPatch) -> type:
@@ -79,7 +79,7 @@ def parameters(method: Any) -> list[tuple[str, Any]]:
 
 
 READ: dict[str, list[str]] = {
-    "vllm.v1.attention.backend.CommonAttentionMetadata": [field.name for field in fields(Told)],
+    "vllm.v1.attention.backend.CommonAttentionMetadata": [field.name for field in fields(FakeMetadata)],
     "vllm.v1.core.sched.output.SchedulerOutput": ["scheduled_new_reqs", "scheduled_cached_reqs"],
     "vllm.v1.core.sched.output.NewRequestData": ["block_ids", "num_computed_tokens"],
     "vllm.v1.core.sched.output.CachedRequestData": ["req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens"],

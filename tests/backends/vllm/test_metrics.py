@@ -35,7 +35,9 @@ def test_ranks_are_added_and_leave_nothing(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("KVRECALL_VLLM_COUNTS", str(folder))
     monkeypatch.setattr(metrics, "_SECONDS", 0.01)
     counted = [COUNTS, COUNTS, replace(COUNTS, searches=5)]
-    tellers = [metrics.Teller(lambda n=n: counted[n], *place, device) for n, place in enumerate([(0, 0), (0, 1), (1, 0)])]
+    writers = [
+        metrics.CounterWriter(lambda n=n: counted[n], *place, device) for n, place in enumerate([(0, 0), (0, 1), (1, 0)])
+    ]
     both = {"searches": 3, "searched_tokens": 900, "selected_rows": 120, "fetched_rows": 80, "fetched_bytes": 81920}
     other = asdict(counted[2])
     assert settles(folder, {"0": both, "1": other})
@@ -43,9 +45,9 @@ def test_ranks_are_added_and_leave_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert names["kvrecall:searches"] == {"0": 3, "1": 5} and names["kvrecall:fetched_bytes"]["0"] == 81920
     time.sleep(0.1)
     counted[2] = replace(counted[2], searches=9)
-    tellers[2].passed()
+    writers[2].passed()
     assert settles(folder, {"0": both, "1": other | {"searches": 9}})
-    for teller in tellers:
+    for teller in writers:
         teller.close()
     assert not folder.exists()
 

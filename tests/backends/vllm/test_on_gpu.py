@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
-from tests.backends.vllm.test_served import METHODS, SHARED, answers, home, prompts, windowed  # noqa: F401
+from tests.backends.vllm.test_engine_state import METHODS, SHARED, answers, home, prompts, windowed  # noqa: F401
 
 pytestmark = pytest.mark.gpu
 GPU = {"enforce_eager": False, "gpu_memory_utilization": 0.09, "kv_cache_memory_bytes": 1 << 30}

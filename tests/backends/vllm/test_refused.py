@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 from kvrecall.backends.vllm.refused import can_refuse, choose_scheduler, handed_out, left_out
-from tests.backends.vllm.test_served import METHODS, SHARED, answers, home, prompts, tokens  # noqa: F401
+from tests.backends.vllm.test_engine_state import METHODS, SHARED, answers, home, prompts, tokens  # noqa: F401
 
 
 def test_blocks_without_memory_are_left_out_of_a_copy() -> None:

@@ -22,7 +22,7 @@ import torch
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 from transformers import LlamaForCausalLM
 
-from tests.backends.vllm.test_served import home  # noqa: F401
+from tests.backends.vllm.test_engine_state import home  # noqa: F401
 from tests.tiny import word_tokenizer
 
 CODE = "from kvrecall.cli import main; main()"

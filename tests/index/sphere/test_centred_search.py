@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from kvrecall.core.structs import Budget
+from kvrecall.index.sphere.cos_sin import SPAN
 from kvrecall.index.sphere.maps import Maps
 from kvrecall.index.sphere.schedule import RatioStep
-from kvrecall.index.sphere.turns import SPAN
 from kvrecall.index.statistics import NoRotary
 from tests.index.sphere.build import found_ids, search_both
 from tests.index.sphere.with_statistics import Halves, Model, filled

@@ -15,9 +15,9 @@ from kvrecall.core.errors import ParameterError
 from kvrecall.core.launch import cdiv
 from kvrecall.index.sphere import SphereConfig
 from kvrecall.index.sphere.closed_form import Products, balanced
+from kvrecall.index.sphere.cos_sin import SPAN, CosSinTable, cos_sin_table, pair_stride
 from kvrecall.index.sphere.maps import Maps
-from kvrecall.index.sphere.turns import SPAN, Turns, pair_stride, turns_of
-from kvrecall.index.statistics import KeyStatistics, LayerStatistics, NoRotary, flaw, turn
+from kvrecall.index.statistics import KeyStatistics, LayerStatistics, NoRotary, flaw, rotate
 from tests.index.sphere.build import shape
 from tests.index.sphere.with_statistics import OWN, Halves, Model, Neighbours, Shuffled, model_of
 from tests.strategies import HEAD_DIMS, gaussian
@@ -43,14 +43,14 @@ def test_inner_products_stay_but_for_that_with_the_centre_of_a_span(rotary: Any,
     keys, queries = model.keys(5, count, zone_start + number), model.queries(6, 4).unflatten(0, (2, 3)).flatten(1, 2)
     centres = maps.centres(number, count)
     assert centres is not None and centres.shape == keys.shape
-    found = maps.turn(queries.unsqueeze(0))[0] @ ((keys - centres) @ maps.keys.mT).mT
+    found = maps.rotate(queries.unsqueeze(0))[0] @ ((keys - centres) @ maps.keys.mT).mT
     shifts = maps.shifts(queries, number + count)
     assert shifts is not None and shifts.shape == (2, 12, cdiv(number + count, SPAN))
     found = found + shifts.repeat_interleave(SPAN, -1)[..., number : number + count]
     expected = queries.double() @ keys.double().mT
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-5 * float(expected.abs().max()))
     assert shifts.abs().max() > 0.05 * expected.abs().max()
-    assert (shifts.var(-1).max() > 0) == (not model.rotary.turns_nothing)
+    assert (shifts.var(-1).max() > 0) == (not model.rotary.is_identity)
 
 
 @rotaries
@@ -62,8 +62,8 @@ def test_centres_are_the_mean_key_turned_to_its_position(rotary: Any) -> None:
     assert layer.statistics is not None
     mean = layer.statistics.keys.key_mean
     for span in (0, 1, 40, 5_000):
-        at = model.rotary.turns(zone_start + span * SPAN, SPAN)
-        expected = turn(mean.unsqueeze(1), *(x.double() for x in at), model.rotary.partner).mean(1)
+        at = model.rotary.cos_sin(zone_start + span * SPAN, SPAN)
+        expected = rotate(mean.unsqueeze(1), *(x.double() for x in at), model.rotary.partner).mean(1)
         centre = maps.centres(span * SPAN + 3, 1)
         assert centre is not None
         torch.testing.assert_close(centre[:, 0].double(), expected, rtol=0, atol=1e-5 * float(mean.abs().max()))
@@ -85,8 +85,8 @@ def test_mean_and_spread_at_any_position_are_those_of_sampled_keys(rotary: Any, 
     layer = model.layer(tokens=4096)
     assert layer.statistics is not None
     statistics = layer.statistics.keys
-    cos, sin = (x.double() for x in model.rotary.turns(first, SPAN))
-    expected, found = keys.mT @ keys / samples, Products.of(cos, sin).turned(statistics.key_second, model.rotary.partner)
+    cos, sin = (x.double() for x in model.rotary.cos_sin(first, SPAN))
+    expected, found = keys.mT @ keys / samples, Products.of(cos, sin).rotated(statistics.key_second, model.rotary.partner)
     assert (found - expected).norm() < 3 * (2 / 4096 + 2 / samples) ** 0.5 * expected.norm()
 
 
@@ -108,14 +108,14 @@ def test_mapped_keys_have_a_mean_square_of_one_and_no_mean(rotary: Any, first: i
 def test_second_moments_of_turned_vectors_are_exact() -> None:
     """The same vectors at every position: no sampling error is left."""
     rotary = Halves(64, 48)
-    x, (cos, sin) = gaussian(1, 2, 90, 64).double() + 2, (t.double() for t in rotary.turns(777, 9))
-    turned = torch.cat([turn(x, c, s, rotary.partner) for c, s in zip(cos, sin, strict=True)], 1)
+    x, (cos, sin) = gaussian(1, 2, 90, 64).double() + 2, (t.double() for t in rotary.cos_sin(777, 9))
+    turned = torch.cat([rotate(x, c, s, rotary.partner) for c, s in zip(cos, sin, strict=True)], 1)
     expected = turned.mT @ turned / turned.shape[1]
-    torch.testing.assert_close(Products.of(cos, sin).turned(x.mT @ x / 90, rotary.partner), expected, rtol=0, atol=1e-12 * 1e3)
+    torch.testing.assert_close(Products.of(cos, sin).rotated(x.mT @ x / 90, rotary.partner), expected, rtol=0, atol=1e-12 * 1e3)
 
 
 def tables(rotary: Halves, *lengths: int) -> tuple[Tensor, Tensor]:
-    table = Turns(rotary, 5, CPU)
+    table = CosSinTable(rotary, 5, CPU)
     for tokens in lengths:
         table.of(tokens)
     return table.of(0)
@@ -128,14 +128,14 @@ def test_a_table_is_the_same_whatever_order_it_grew_in(lengths: tuple[int, ...])
         assert made.shape[0] * SPAN >= max(lengths)
         both = min(len(made), len(expected))
         assert torch.equal(made[:both], expected[:both])
-    cos, sin = rotary.turns(5 + 100 * SPAN, SPAN)
+    cos, sin = rotary.cos_sin(5 + 100 * SPAN, SPAN)
     torch.testing.assert_close(expected[100], sin.mean(0))
     torch.testing.assert_close(tables(rotary, 60_000)[0][100], cos.mean(0))
 
 
 def test_a_grown_table_leaves_the_old_tensors_alone() -> None:
     """A captured graph may read there."""
-    table = Turns(rotary := Halves(64), 0, CPU)
+    table = CosSinTable(rotary := Halves(64), 0, CPU)
     old = table.of(100)
     address, before = [x.data_ptr() for x in old], [x.clone() for x in old]
     grown = table.of(100_000)
@@ -146,8 +146,10 @@ def test_a_grown_table_leaves_the_old_tensors_alone() -> None:
 
 def test_layers_share_a_table_that_goes_with_the_embedding() -> None:
     rotary = Halves(64)
-    table = turns_of(rotary, 4, CPU)
-    assert turns_of(rotary, 4, CPU) is table and turns_of(rotary, 0, CPU) is not table is not turns_of(Halves(64), 4, CPU)
+    table = cos_sin_table(rotary, 4, CPU)
+    assert cos_sin_table(rotary, 4, CPU) is table and cos_sin_table(rotary, 0, CPU) is not table is not cos_sin_table(
+        Halves(64), 4, CPU
+    )
     table.of(1000)
     gone = weakref.ref(table)
     del table, rotary
@@ -156,9 +158,9 @@ def test_layers_share_a_table_that_goes_with_the_embedding() -> None:
 
 
 def test_bytes_of_a_table_are_counted() -> None:
-    table = Turns(rotary := Halves(128), 0, CPU)
+    table = CosSinTable(rotary := Halves(128), 0, CPU)
     for tokens in (1, 4_096, 4_097, 300_000):
-        table = Turns(rotary, 0, CPU)
+        table = CosSinTable(rotary, 0, CPU)
         table.of(tokens)
         assert table.nbytes == Maps.turns_nbytes(128, tokens)
 
@@ -256,7 +258,7 @@ def test_bytes_of_maps_are_counted(center: bool, balance: bool) -> None:
     layer = Model(1, 2, 3, 128).layer(3)
     maps = config.build(layer).maps
     held = [x for x in (maps.keys, maps.queries) if x is not maps.rotation] + ([] if maps.means is None else [maps.means])
-    table = sum(x.nbytes for x in maps.turns(10_000)) if center else 0
+    table = sum(x.nbytes for x in maps.cos_sin(10_000)) if center else 0
     assert config.shared_nbytes(layer, 5, 10_000) == 5 * sum(x.nbytes for x in held) + table
     bare = SphereConfig(**OWN | {"center": False, "balance": False, "norms": False, "weight_dtype": "bfloat16"})
     assert config.nbytes(layer, 4096) - bare.nbytes(layer, 4096) == 2 * 4096 * config.norms
@@ -267,12 +269,12 @@ def test_bytes_of_maps_are_counted(center: bool, balance: bool) -> None:
     (Shuffled(64), 0),
 ])  # fmt: skip
 def test_pairs_of_coordinates_with_the_same_turns_lie_a_stride_apart(rotary: Any, expected: int) -> None:
-    cos, sin = Turns(rotary, 3, torch.device("cpu")).of(1000)
+    cos, sin = CosSinTable(rotary, 3, torch.device("cpu")).of(1000)
     assert pair_stride(cos, sin, rotary.partner) == expected
 
 
 def test_partners_with_turns_of_their_own_have_no_stride() -> None:
     rotary = Halves(64)
-    cos, sin = Turns(rotary, 3, torch.device("cpu")).of(1000)
+    cos, sin = CosSinTable(rotary, 3, torch.device("cpu")).of(1000)
     cos[5, 40] += 1e-3
     assert pair_stride(cos, sin, rotary.partner) == 0

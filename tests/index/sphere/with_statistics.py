@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvrecall.index.base import LayerShape
 from kvrecall.index.sphere import SphereConfig, SphereIndex
-from kvrecall.index.statistics import KeyStatistics, LayerStatistics, NoRotary, Rotary, turn
+from kvrecall.index.statistics import KeyStatistics, LayerStatistics, NoRotary, Rotary, rotate
 from tests.index.sphere.build import shape
 from tests.strategies import gaussian
 
@@ -32,7 +32,7 @@ class Halves(Rotary):
         self._signs = torch.ones(dim).double()
         self._signs[:half] = -1
 
-    def turns(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+    def cos_sin(self, first: int, count: int) -> tuple[Tensor, Tensor]:
         angles = torch.arange(first, first + count).double().unsqueeze(1) * self._frequencies
         return angles.cos().float(), (angles.sin() * self._signs).float()
 
@@ -93,8 +93,8 @@ class Model:
         return (gaussian(7919 * (seed + 2) + self._seed, heads, tokens, self.dim) * spread + middle) @ axes.mT
 
     def _turned(self, rows: Tensor, first: int) -> Tensor:
-        cos, sin = self.rotary.turns(first, rows.shape[1])
-        return turn(rows, cos, sin, self.rotary.partner)
+        cos, sin = self.rotary.cos_sin(first, rows.shape[1])
+        return rotate(rows, cos, sin, self.rotary.partner)
 
 
 @cache
@@ -116,5 +116,5 @@ def usual(kv_heads: int, group: int, dim: int, turned: bool = True) -> LayerStat
     """Of a layer whose keys and queries have no structure but a small mean. turned: by a rotary embedding."""
     rotary, tokens = Halves(dim) if turned else NoRotary(dim), 2048
     keys = gaussian(1, kv_heads, tokens, dim) + 0.3 * gaussian(2, kv_heads, 1, dim)
-    turned = turn(keys, *rotary.turns(0, tokens), rotary.partner)
+    turned = rotate(keys, *rotary.cos_sin(0, tokens), rotary.partner)
     return LayerStatistics(rotary, KeyStatistics.of(turned, gaussian(3, kv_heads * group, tokens, dim), rotary))

@@ -24,8 +24,8 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kvrecall.backends.transformers.forward_pass import ForwardPass, current
 from kvrecall.backends.transformers.layer import LAYER_TAG, TaggedLayer
-from kvrecall.backends.transformers.passes import ForwardPass, current
 from kvrecall.core.errors import ParameterError, ShapeError, UnsupportedModelError
 from kvrecall.core.structs import AttentionParams
 

@@ -25,9 +25,9 @@ from kvrecall.backends.transformers.cache_state import (
     keeps_running_state,
 )
 from kvrecall.backends.transformers.families import ModelSignature, template
+from kvrecall.backends.transformers.forward_pass import CachePass, ForwardPass, Inputs
 from kvrecall.backends.transformers.layer import RetrievalLayer, no_pickle
 from kvrecall.backends.transformers.owner import Claim, Owner, operation, request
-from kvrecall.backends.transformers.passes import CachePass, ForwardPass, Inputs
 from kvrecall.backends.transformers.session import SessionInfo
 from kvrecall.backends.transformers.statistics import statistics_of
 from kvrecall.backends.transformers.token_log import TokenLog

@@ -15,8 +15,8 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from kvrecall.backends.transformers.cache import RetrievalCache
 from kvrecall.backends.transformers.cache_name import given_cache
+from kvrecall.backends.transformers.forward_pass import check_padding
 from kvrecall.backends.transformers.owner import request
-from kvrecall.backends.transformers.passes import check_padding
 from kvrecall.core.errors import ParameterError, ShapeError, UnsupportedModelError
 
 Capture: TypeAlias = Callable[[PreTrainedModel, RetrievalCache, dict[str, Any]], AbstractContextManager[None]]

@@ -26,10 +26,10 @@ from kvrecall.backends.transformers.attention import decoder_configs, registered
 from kvrecall.backends.transformers.cache import RetrievalCache
 from kvrecall.backends.transformers.cache_name import given_cache
 from kvrecall.backends.transformers.families import COMPILED, ENCODER_DECODER, check_model, transformers_model
+from kvrecall.backends.transformers.forward_pass import ForwardPass, Inputs
 from kvrecall.backends.transformers.generating import Capture, wrappers
-from kvrecall.backends.transformers.joint import JointCache
+from kvrecall.backends.transformers.multi_request import JointCache
 from kvrecall.backends.transformers.owner import Claim
-from kvrecall.backends.transformers.passes import ForwardPass, Inputs
 from kvrecall.backends.transformers.pieces import wrapped_parts
 from kvrecall.backends.transformers.rotary_module import CALL
 from kvrecall.core.errors import (

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from kvrecall.backends.transformers import passes
 from kvrecall.backends.transformers.families import CHANGING_ROTARY
-from kvrecall.backends.transformers.passes import CachePass
+from kvrecall.backends.transformers.forward_pass import CachePass
 from kvrecall.core.errors import ParameterError
 
 _BEGIN_ANEW = ("JambaMambaMixer",)

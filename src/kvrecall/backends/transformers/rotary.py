@@ -28,7 +28,7 @@ from transformers.cache_utils import DynamicLayer
 from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.backends.transformers.families import Heads, context_limit, template
 from kvrecall.backends.transformers.rotary_module import ModelRotary, RotaryCall, state_of
-from kvrecall.index.statistics import NoRotary, Rotary, turn, turn_back
+from kvrecall.index.statistics import NoRotary, Rotary, rotate, rotate_back
 
 _MAKES_COS_SIN = re.compile("rotary|rope|pos.*emb", re.IGNORECASE)
 """Names of the classes that make cos and sin."""
@@ -183,8 +183,8 @@ class _Probe:
             cos, sin = call(self._positions)
             for name, (partner, column, sign) in conventions(zero[0].shape[-1], len(identity)).items():
                 rotary = self._found.get((call.key, name)) or ModelRotary(call, partner, column, sign)
-                plain = turn_back(before, *rotary.columns(*zero), partner)
-                error = _error(turn(plain, *rotary.columns(_SCALE * cos, _SCALE * sin), partner), turned, partner)
+                plain = rotate_back(before, *rotary.columns(*zero), partner)
+                error = _error(rotate(plain, *rotary.columns(_SCALE * cos, _SCALE * sin), partner), turned, partner)
                 if error <= least:
                     best, least = rotary, error
                     self._found[call.key, name] = rotary

@@ -114,7 +114,7 @@ class ModelRotary(Rotary):
         self._call, self._column, self._sign = call, column, sign
         self._last: tuple[tuple[int, int], tuple[Tensor, Tensor]] | None = None
 
-    def turns(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+    def cos_sin(self, first: int, count: int) -> tuple[Tensor, Tensor]:
         last = self._last
         if last is not None and last[0] == (first, count):  # all layers of a model use the same positions
             return last[1]

@@ -29,8 +29,8 @@ from vllm.v1.attention.backend import (
 )
 
 from kvrecall.backends.vllm.checks import WORKER
+from kvrecall.backends.vllm.engine_state import EngineState
 from kvrecall.backends.vllm.plugin import own_name
-from kvrecall.backends.vllm.served import Served
 from kvrecall.backends.vllm.window import PassWindow, WindowLayer, WindowMetadata
 from kvrecall.core.errors import CompositionError, ParameterError
 from kvrecall.core.structs import AttentionParams
@@ -43,7 +43,7 @@ from kvrecall.step.paged import Batch, PagedLayer
 from kvrecall.step.plan import PassPlan
 from kvrecall.step.settings import BLOCK_TOKENS, LEAST_BLOCK, check_block_size, least_block
 from kvrecall.step.summaries import check_device, summaries_of, summary_bytes, width_of
-from kvrecall.step.warmup import Layout, Limits, Told, trials
+from kvrecall.step.warmup import FakeMetadata, Layout, Limits, trials
 
 
 class RetrievalBackend(AttentionBackend):
@@ -126,12 +126,12 @@ class RetrievalBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.plan: PassPlan | None = None
         """On a GPU."""
-        served = Served.of(vllm_config)
-        served.builders |= dict.fromkeys(layer_names, self)
-        self._drafts, size = served.drafts, kv_cache_spec.block_size
+        engine = EngineState.of(vllm_config)
+        engine.builders |= dict.fromkeys(layer_names, self)
+        self._drafts, size = engine.drafts, kv_cache_spec.block_size
         self.reorder_batch_threshold = 1 + self._drafts  # decoding sequences, with their drafts, come first in a batch
         if device.type == "cuda":
-            self.plan = PassPlan(served.most, served.longest, served.settings.method, served.codes, size, device, self._drafts)
+            self.plan = PassPlan(engine.most, engine.longest, engine.settings.method, engine.codes, size, device, self._drafts)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> RetrievalMetadata:
         told, size = common_attn_metadata, self.kv_cache_spec.block_size
@@ -168,7 +168,7 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         self.num_kv_heads, self.kv_cache_dtype, self.attn_type = num_kv_heads or num_heads, kv_cache_dtype, attn_type
         self._params = AttentionParams(float(scale), logits_soft_cap or 0.0)
         self._config = get_current_vllm_config()
-        self._served = Served.of(self._config)
+        self._engine = EngineState.of(self._config)
         self._window: WindowLayer | None = None
         self._layer: PagedLayer | DeviceLayer | None = None
         self._bound = (0, 0)
@@ -183,16 +183,16 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         device = torch.device(self._config.device_config.device_type)
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
-        settings = self._served.settings
+        settings = self._engine.settings
         check_device(device)
-        if not self._served.gives_later:
+        if not self._engine.gives_later:
             raise ParameterError("worker_cls", "kvrecall's worker, which restores windows", "another", f"Subclass {WORKER}.")
         shape = LayerShape(1, self.num_heads, self.num_kv_heads, self.head_size, act_dtype, device)
         self._name, self.number = name, extract_layer_index(name)
-        self._shape = shape = with_statistics(shape, self._served.no_statistics(self.number, shape))
+        self._shape = shape = with_statistics(shape, self._engine.no_statistics(self.number, shape))
         self._layout = Layout.contiguous(shape)
-        self._served.shapes.append(shape)
-        self._served.impls.append(self)
+        self._engine.shapes.append(shape)
+        self._engine.impls.append(self)
         self._means = settings.method.rest_config()
         width = width_of(settings.index, self._means, shape)
         own.attn_backend = backend = of_pages(width, least_block(self._means))
@@ -202,7 +202,7 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         self._window = WindowLayer(f"{name}.window", shape, settings.method.local_tokens, width)
         layers[self._window.name] = self._window
         if device.type == "cuda":
-            self._layer = self._served.device_layer(self.number, shape, self._params)
+            self._layer = self._engine.device_layer(self.number, shape, self._params)
 
     def take_statistics(self, statistics: LayerStatistics) -> None:
         """Codes follow from these statistics from now on; none are written yet."""
@@ -217,8 +217,8 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         """Stores and attends: query, output `[T, H_q, D]`, key, value `[T, H_kv, D]`; the pass's tokens, then padding."""
         if attn_metadata is None or not kv_cache.numel():  # while vLLM measures memory
             self._layout = Layout.of([query, key, value])
-            if self._served.observer is not None:
-                return output.copy_(self._served.observer.attend(self.number, query, key, value, self._params))
+            if self._engine.observer is not None:
+                return output.copy_(self._engine.observer.attend(self.number, query, key, value, self._params))
             if isinstance(self._layer, DeviceLayer):
                 self._layer.rehearse(query, key, value)
             return output.fill_(0)
@@ -260,8 +260,8 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         passes = list(trials(limits, shape.device.type == "cuda"))
         for trial in passes:
             query, key, value = self._layout.random(sum(trial.counts), shape.device)
-            metadata = builder.build(0, Told.of(trial, builder.kv_cache_spec.block_size, limits.longest, shape.device))
-            recent = Told.of(trial, page, limits.longest, shape.device)
+            metadata = builder.build(0, FakeMetadata.of(trial, builder.kv_cache_spec.block_size, limits.longest, shape.device))
+            recent = FakeMetadata.of(trial, page, limits.longest, shape.device)
             near = WindowMetadata(recent.block_table_tensor, recent.slot_mapping)
             output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
             self._run(query, key, value, self._own.kv_cache, metadata, near, output)
@@ -274,7 +274,7 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
 
     @property
     def _builder(self) -> RetrievalBuilder:
-        return self._served.builders[self._name]
+        return self._engine.builders[self._name]
 
     @property
     def _near(self) -> WindowLayer:
@@ -285,8 +285,8 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         """Starts using the pages of `size` tokens that vLLM has allocated, at the first pass over them."""
         if self._bound == (kv_cache.data_ptr(), len(kv_cache)):
             return
-        settings, shape, pages = self._served.settings, self._shape, pages_of(kv_cache)
-        host = self._served.host_blocks(len(pages), shape, size)
+        settings, shape, pages = self._engine.settings, self._shape, pages_of(kv_cache)
+        host = self._engine.host_blocks(len(pages), shape, size)
         if isinstance(self._layer, DeviceLayer):
             self._layer.bind(pages, host)
         else:
@@ -297,8 +297,8 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
                 held = means_in(pages, summary_bytes(settings.index, shape, size), self._means, shape, size)
                 means = PagedMeans(held, self._means.page_tokens, settings.method.sink_tokens, host)
             self._layer = PagedLayer(self.number, shape, settings.method, self._params, summaries, means, host)
-        self._served.layers[self.number] = self._layer
-        self._served.windows[self._name] = self._near, host
+        self._engine.layers[self.number] = self._layer
+        self._engine.windows[self._name] = self._near, host
         self._bound = (kv_cache.data_ptr(), len(kv_cache))
 
 

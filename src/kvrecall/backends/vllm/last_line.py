@@ -24,17 +24,17 @@ from kvrecall.core.errors import KVRecallError
 
 _FILE = "KVRECALL_VLLM_REFUSAL"
 """The environment variable that names the file."""
-_teller = 0
+_counter_writer = 0
 """The process that tells, 0 for none; a forked process has a copy of this."""
 
 
 def tell_last() -> None:
     """Makes this process print a refusal last, if no process above it does. Called when an engine begins to start; forgets what
     an earlier one refused."""
-    global _teller
-    if _teller != os.getpid() and _FILE in os.environ:
+    global _counter_writer
+    if _counter_writer != os.getpid() and _FILE in os.environ:
         return
-    if not _teller:
+    if not _counter_writer:
         os.environ[_FILE] = str(Path(tempfile.gettempdir()) / f"kvrecall-vllm-{os.getpid()}-{secrets.token_hex(8)}.txt")
         before = sys.excepthook
 
@@ -43,7 +43,7 @@ def tell_last() -> None:
             if _of_vllm(trace) and (said := _taken()) and not isinstance(error, KVRecallError):
                 print(f"kvrecall: {said}", file=sys.stderr, flush=True)
 
-        sys.excepthook, _teller = excepthook, os.getpid()
+        sys.excepthook, _counter_writer = excepthook, os.getpid()
     _taken()
 
 

@@ -83,7 +83,7 @@ def _add_to_multiprocess() -> None:
     MultiProcessCollector.collect = collect
 
 
-class Teller:
+class CounterWriter:
     """Writes the counts of one rank, from a thread."""
 
     def __init__(self, read: Callable[[], Counts], engine: int, rank: int, device: torch.device) -> None:

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from vllm.platforms import current_platform
 
+from kvrecall.backends.vllm.engine_state import EngineState
 from kvrecall.backends.vllm.last_line import kept
 from kvrecall.backends.vllm.machine import launch_of, ranks_here
-from kvrecall.backends.vllm.metrics import Teller
+from kvrecall.backends.vllm.metrics import CounterWriter
 from kvrecall.backends.vllm.page_sizes import alike
 from kvrecall.backends.vllm.refused import left_out
-from kvrecall.backends.vllm.served import Served
 from kvrecall.backends.vllm.threads import one_thread_after_fork
 from kvrecall.backends.vllm.window_pages import passes_of
 from kvrecall.core.errors import HostMemoryError, ParameterError
@@ -47,50 +47,50 @@ class Worker(StockWorker):
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
         if not current_platform.is_cpu():  # vLLM gives the workers of a CPU threads of their own
             one_thread_after_fork()
-        served = Served.of(self.vllm_config)
-        served.gives_later = True
+        engine = EngineState.of(self.vllm_config)
+        engine.gives_later = True
         super().load_model(*args, **kwargs)
-        served.compute_statistics(self.model_runner.get_model())
+        engine.compute_statistics(self.model_runner.get_model())
 
     @kept()
     def get_kv_cache_spec(self) -> dict[str, Any]:
         """What each layer caches, in pages of one size. Raises ParameterError for an unsupported block size."""
-        return alike(super().get_kv_cache_spec(), Served.of(self.vllm_config).names)
+        return alike(super().get_kv_cache_spec(), EngineState.of(self.vllm_config).names)
 
     @kept()
     def determine_available_memory(self) -> int:
         """Device bytes for pages, of at most the blocks whose rows fit on the host. Raises HostMemoryError if one sequence of
         the longest length does not fit."""
-        available, served, config = super().determine_available_memory(), Served.of(self.vllm_config), self.vllm_config
+        available, engine, config = super().determine_available_memory(), EngineState.of(self.vllm_config), self.vllm_config
         groups = get_kv_cache_groups(config, self.get_kv_cache_spec())
         size, launch = config.cache_config.block_size, launch_of(config.parallel_config)
-        ranks = ranks_here(config.parallel_config, self.rank, HostBlocks.of_all(served.shapes, size))
+        ranks = ranks_here(config.parallel_config, self.rank, HostBlocks.of_all(engine.shapes, size))
         capacity = Capacity.of(
-            served.settings, served.shapes, size, served.longest, passes_of(config), ranks, ahead_of(served.drafts),
+            engine.settings, engine.shapes, size, engine.longest, passes_of(config), ranks, ahead_of(engine.drafts),
             max(len(group.layer_names) for group in groups), launch,
         )  # fmt: skip
         per_block = max(len(group.layer_names) * group.kv_cache_spec.page_size_bytes for group in groups)
-        if served.settings.residency == "device":
+        if engine.settings.residency == "device":
             return self._with_rows(available, per_block, size)
-        plan = served.plan = capacity.host
-        served.first_blocks = needed = needed_blocks([group.kv_cache_spec for group in groups], config)
+        plan = engine.plan = capacity.host
+        engine.first_blocks = needed = needed_blocks([group.kv_cache_spec for group in groups], config)
         if plan.blocks < needed:
-            raise HostMemoryError(needed * plan.block_bytes, plan.limit, served.longest)
+            raise HostMemoryError(needed * plan.block_bytes, plan.limit, engine.longest)
         asked = config.cache_config.num_gpu_blocks_override
         if asked is not None and asked > plan.blocks:  # vLLM does not check it
             raise ParameterError("num_gpu_blocks_override", f"at most {plan.blocks:,} (host memory)", asked, "Lower it.")
         allowed = min(available, plan.blocks * per_block)
-        served.promise(allowed // per_block)
+        engine.promise(allowed // per_block)
         _log.info(
             "kvrecall: %d blocks of %d tokens (host memory: %.1f GiB hold %d, device memory: %d); %d tokens need %d",
-            allowed // per_block, size, plan.limit / 2**30, plan.blocks, available // per_block, served.longest, needed,
+            allowed // per_block, size, plan.limit / 2**30, plan.blocks, available // per_block, engine.longest, needed,
         )  # fmt: skip
         return allowed
 
     def _with_rows(self, available: int, per_block: int, size: int) -> int:
         """Device bytes for pages of `per_block` bytes each, if the rows of the blocks lie on the device, too."""
-        served, asked = Served.of(self.vllm_config), self.vllm_config.cache_config.num_gpu_blocks_override
-        rows = HostBlocks.of_all(served.shapes, size)
+        engine, asked = EngineState.of(self.vllm_config), self.vllm_config.cache_config.num_gpu_blocks_override
+        rows = HostBlocks.of_all(engine.shapes, size)
         blocks = available // (per_block + rows)
         if asked is not None and asked > blocks:  # vLLM does not check it
             told = f"at most {blocks:,}, the device has no more with their rows"
@@ -101,9 +101,9 @@ class Worker(StockWorker):
     @kept()
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         super().initialize_from_config(kv_cache_config)
-        Served.of(self.vllm_config).begin(kv_cache_config)
+        EngineState.of(self.vllm_config).begin(kv_cache_config)
 
-    _teller: Teller | None = None
+    _counter_writer: CounterWriter | None = None
     _warms_up = False
     """Whether the passes are vLLM's own warm-up: `execute_model` of requests that it makes up."""
 
@@ -111,39 +111,39 @@ class Worker(StockWorker):
     def compile_or_warm_up_model(self) -> Any:
         """Warms up first, since vLLM watches for compilers from the end of its own warm-up on. Starts the counters' thread
         after graphs have been recorded, because it would disturb recording."""
-        served, parallel = Served.of(self.vllm_config), self.vllm_config.parallel_config
-        served.warm_up()
+        engine, parallel = EngineState.of(self.vllm_config), self.vllm_config.parallel_config
+        engine.warm_up()
         self._warms_up = True
         try:
             made = super().compile_or_warm_up_model()
         finally:
             self._warms_up = False
-        served.forget_trials()
-        if self._teller is None:
-            device = served.shapes[0].device
-            self._teller = Teller(served.counts, parallel.data_parallel_index, self.rank, device)
+        engine.forget_trials()
+        if self._counter_writer is None:
+            device = engine.shapes[0].device
+            self._counter_writer = CounterWriter(engine.counts, parallel.data_parallel_index, self.rank, device)
         return made
 
     def retrieval_counts(self) -> dict[str, int]:
         """This rank's counters (`counts.Counts`). Synchronises with the device."""
-        return asdict(Served.of(self.vllm_config).counts())
+        return asdict(EngineState.of(self.vllm_config).counts())
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if self._warms_up:
             use_few_blocks(scheduler_output)
-        served, highest = Served.of(self.vllm_config), highest_block(scheduler_output)
-        served.watch.look()
-        if self._teller is not None:
-            self._teller.passed()
+        engine, highest = EngineState.of(self.vllm_config), highest_block(scheduler_output)
+        engine.watch.look()
+        if self._counter_writer is not None:
+            self._counter_writer.passed()
         if highest is not None:
-            served.give(highest + 1)
-        if served.refused is not None:
-            scheduler_output = left_out(scheduler_output, served.refused)
-        if served.others:
-            served.clear(handed_out_empty(scheduler_output, served.others))
+            engine.give(highest + 1)
+        if engine.refused is not None:
+            scheduler_output = left_out(scheduler_output, engine.refused)
+        if engine.others:
+            engine.clear(handed_out_empty(scheduler_output, engine.others))
         for blocks, computed in beginning(scheduler_output):
-            served.refill(blocks, computed)
+            engine.refill(blocks, computed)
         return super().execute_model(scheduler_output, *args, **kwargs)
 
 

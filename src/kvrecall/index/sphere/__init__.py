@@ -342,7 +342,7 @@ class SphereIndex(Index):
         shifts = [self.maps.shifts(query, tokens) for query, tokens in zip(grouped, lengths, strict=True)]
         least = config.min_candidates_per_k
         sizes = [stage_sizes(config.steps, tokens, budget.top_k, least) for tokens in lengths]
-        return self.maps.turn(grouped), shifts, sizes
+        return self.maps.rotate(grouped), shifts, sizes
 
     def _encode(self, keys: Tensor, first: int) -> Codes:
         """Codes of keys `[H_kv, n, D]`, the zone's tokens from `first` on."""

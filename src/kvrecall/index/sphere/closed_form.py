@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.index.sphere.balance import Asked, Fitted, fit
-from kvrecall.index.sphere.turns import SPAN
+from kvrecall.index.sphere.cos_sin import SPAN
 from kvrecall.index.statistics import LayerStatistics, Rotary
 
 _FITTED_POSITIONS = (256, 131_072)
@@ -35,7 +35,7 @@ class Products(NamedTuple):
         n = cos.shape[0]
         return Products(cos.mT @ cos / n, cos.mT @ sin / n, sin.mT @ sin / n)
 
-    def turned(self, second: Tensor, partner: Tensor) -> Tensor:
+    def rotated(self, second: Tensor, partner: Tensor) -> Tensor:
         """Second moments `[H, D, D]`, fp64 on the CPU, of rotated vectors; second: before the rotation."""
         return (
             self.cos_cos * second
@@ -50,10 +50,10 @@ def balanced(layer: LayerStatistics, device: torch.device, center: bool) -> Fitt
     statistics, rotary = layer.keys, layer.rotary
     every, of_means = fitted_products(rotary)
     mean = statistics.key_mean.unsqueeze(-1) * statistics.key_mean.unsqueeze(-2)
-    keys = every.turned(statistics.key_covariance, rotary.partner) + every.turned(mean, rotary.partner)
+    keys = every.rotated(statistics.key_covariance, rotary.partner) + every.rotated(mean, rotary.partner)
     if center:  # a centre is the mean key, turned by the mean turns of its span
-        keys = keys - of_means.turned(mean, rotary.partner)
-    queries = every.turned(statistics.query_second, rotary.partner)
+        keys = keys - of_means.rotated(mean, rotary.partner)
+    queries = every.rotated(statistics.query_second, rotary.partner)
     known = bool(queries.diagonal(dim1=1, dim2=2).sum() > 0)
     return fit(keys.to(device), statistics.tokens, Asked(queries.to(device), statistics.tokens) if known else None)
 
@@ -71,7 +71,7 @@ def fitted_products(rotary: Rotary) -> tuple[Products, Products]:
             .long()
             .tolist()
         )
-        asked = [rotary.turns(span * SPAN, SPAN) for span in ([0] if rotary.turns_nothing else spans)]
+        asked = [rotary.cos_sin(span * SPAN, SPAN) for span in ([0] if rotary.is_identity else spans)]
         cos, sin = (torch.stack(parts).double() for parts in zip(*asked, strict=True))  # [spans, SPAN, D]
         _fitted[rotary] = Products.of(cos.flatten(0, 1), sin.flatten(0, 1)), Products.of(cos.mean(1), sin.mean(1))
     return _fitted[rotary]

@@ -19,6 +19,7 @@ from kvrecall.core.launch import cdiv
 from kvrecall.core.numba import FLOAT32, SMALL, as_bits, parallel_njit
 from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.sphere.codes import magnitude_levels
+from kvrecall.index.sphere.cos_sin import SPAN
 from kvrecall.index.sphere.cpu_stages import (
     bar_ids,
     bar_zero_norms,
@@ -34,7 +35,6 @@ from kvrecall.index.sphere.cpu_stages import (
 from kvrecall.index.sphere.pages import CodePages, LentPages
 from kvrecall.index.sphere.reference import product_entries, product_scale, whole_shifts
 from kvrecall.index.sphere.schedule import StageSizes
-from kvrecall.index.sphere.turns import SPAN
 from kvrecall.select.cpu import max_softmax, mean_softmax, top_k_of, union
 
 _CHUNK = 2048

@@ -29,8 +29,8 @@ from kvrecall.core.archive import Archive
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import lasting_tensors
 from kvrecall.index.sphere.closed_form import balanced
+from kvrecall.index.sphere.cos_sin import SPAN, cos_sin_table, spans_of
 from kvrecall.index.sphere.rotation import rotation_matrix
-from kvrecall.index.sphere.turns import SPAN, spans_of, turns_of
 from kvrecall.index.statistics import LayerStatistics
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Maps:
                 assert statistics is not None
                 mean, rotary = statistics.keys.key_mean, statistics.rotary
                 self.means = torch.stack([mean, mean[:, rotary.partner]]).float().to(device)
-                self._rotary, self._turns = rotary, turns_of(rotary, shape.zone_start, device)
+                self._rotary, self._cos_sin = rotary, cos_sin_table(rotary, shape.zone_start, device)
             if balance:
                 assert statistics is not None
                 made, whole = balanced(statistics, device, center), self.rotation.double()
@@ -101,7 +101,10 @@ class Maps:
         if config.needs_statistics:
             assert statistics is not None, "an index without statistics is refused"
             if config.center:
-                maps._rotary, maps._turns = statistics.rotary, turns_of(statistics.rotary, shape.zone_start, shape.device)
+                maps._rotary, maps._cos_sin = (
+                    statistics.rotary,
+                    cos_sin_table(statistics.rotary, shape.zone_start, shape.device),
+                )
             return statistics.made.setdefault(Maps.kind(shape, config), maps)
         shared = Maps.of(shape, config)
         return shared if torch.equal(shared.rotation, maps.rotation) else maps
@@ -133,25 +136,25 @@ class Maps:
         """Bytes of the table of turns for zones of `tokens` tokens; layers with the same rotary embedding share it."""
         return 4 * 2 * head_dim * spans_of(tokens)
 
-    def turns(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """As `Turns.of`; only with centres."""
-        return self._turns.of(tokens)
+    def cos_sin(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """As `CosSinTable.of`; only with centres."""
+        return self._cos_sin.of(tokens)
 
     @property
     def pair_stride(self) -> int:
         """`turns.pair_stride` of the table that `turns` gave; only with centres."""
-        return self._turns.stride
+        return self._cos_sin.stride
 
     def centres(self, first: int, count: int) -> Tensor | None:
         """Centres of the zone's tokens first .. first + count - 1, fp32 `[H_kv, count, D]`; None without centres."""
         if self.means is None:
             return None
-        cos, sin = self.turns(first + count)
+        cos, sin = self.cos_sin(first + count)
         spans = torch.arange(first, first + count, device=cos.device) // SPAN
         mean, partners = self.means.unsqueeze(2)
         return cos[spans] * mean + sin[spans] * partners
 
-    def turn(self, queries: Tensor) -> Tensor:
+    def rotate(self, queries: Tensor) -> Tensor:
         """Applies the queries' map to queries fp32 `[b, H_kv, G', D]`."""
         # One product per sequence, because a batched product may round differently from a single one.
         return torch.stack([query @ self.queries.mT for query in queries])
@@ -161,7 +164,7 @@ class Maps:
         None without centres."""
         if self.means is None:
             return None
-        cos, sin = (x[: cdiv(tokens, SPAN)] for x in self.turns(tokens))
+        cos, sin = (x[: cdiv(tokens, SPAN)] for x in self.cos_sin(tokens))
         mean, partners = self.means.unsqueeze(2)
         return (queries * mean) @ cos.mT + (queries * partners) @ sin.mT
 

@@ -21,8 +21,8 @@ from kvrecall.index.sphere.codes import (
     unpack_signs,
     weight_values,
 )
+from kvrecall.index.sphere.cos_sin import SPAN
 from kvrecall.index.sphere.schedule import StageSizes
-from kvrecall.index.sphere.turns import SPAN
 from kvrecall.select.gqa import reduce_scores
 from kvrecall.select.topk import top_k_positions, union_rows
 

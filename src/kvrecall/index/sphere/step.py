@@ -18,13 +18,13 @@ from kvrecall.cache.slot_zones import PlannedZones, SlotZones
 from kvrecall.cache.zones import ZoneLengths
 from kvrecall.core.launch import cdiv, next_power_of_2, overlapping
 from kvrecall.index.base import Index
-from kvrecall.index.sphere.branches import beside, branches, divided
 from kvrecall.index.sphere.codes import BLOCK, CENTROIDS, MIN_ALPHA, magnitude_levels, magnitude_thresholds, weight_range
+from kvrecall.index.sphere.cos_sin import SPAN
 from kvrecall.index.sphere.kernels.encode import Centring
 from kvrecall.index.sphere.kernels.search import GpuSearch, Tables
 from kvrecall.index.sphere.kernels.step import step_kernel
 from kvrecall.index.sphere.plan import ROW, SEARCH_FIELDS, StepPlan
-from kvrecall.index.sphere.turns import SPAN
+from kvrecall.index.sphere.streams import on_streams, split_heads, stream_count
 from kvrecall.index.step import IndexStep, SlotSpec, SlotStep
 
 if TYPE_CHECKING:
@@ -62,7 +62,9 @@ class SphereStep(IndexStep):
         self.ids = self.searches.ids.view(spec.slots, heads, -1)
         self.counts = self.searches.counts.view(spec.slots, heads)
         # A second search is rare and for few heads, so it is not split.
-        self._branches = divided(self.searches.pairs, branches(spec.slots * heads, spec.tokens) if spec.every_step else 1)
+        self._pairs_by_stream = split_heads(
+            self.searches.pairs, stream_count(spec.slots * heads, spec.tokens) if spec.every_step else 1
+        )
         self.estimated_parts = 0 if spec.estimates is None else spec.estimates.parts
         self._levels, self._thresholds = magnitude_levels(shape.device), magnitude_thresholds(shape.device)
 
@@ -99,7 +101,7 @@ class SphereStep(IndexStep):
             if estimates is not None:
                 estimates.attend(asked.queries, self.ids, attention.out, attention.lse, attention.parts, params, pairs)
 
-        beside(self._branches, asked.queries, part)
+        on_streams(self._pairs_by_stream, asked.queries, part)
         return attention.merge(asked.queries, params)
 
     def attend(self, asked: SlotStep, pairs: range) -> None:

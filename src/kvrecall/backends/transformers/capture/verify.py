@@ -80,7 +80,7 @@ def uncaptured_answer(state: LayerState, asked: Attended) -> Tensor:
     return torch.cat([_answer(state, asked, [b]) for b in every])
 
 
-class _Glance(LayerState):
+class _ReadOnlyState(LayerState):
     """A copy for the attention of one step. It moves nothing to the host and begins no work for later steps; its static set is
     complete."""
 
@@ -95,7 +95,7 @@ def _answer(state: LayerState, asked: Attended, sequences: list[int]) -> Tensor:
     whole = len(sequences) == state.shape.sequences
     queries, keys, values = (x if whole else x[sequences] for x in (asked.queries, asked.keys, asked.values))
     copy = state.copied(sequences)  # with its own counters, unlike `select`
-    copy.__class__ = _Glance
+    copy.__class__ = _ReadOnlyState
     copy.held, copy.fetched, copy.on_search = {}, {}, None
     tokens = [slice(t, t + 1) for t in range(queries.shape[2])]
     made = [decode_step(copy, queries[:, :, t], keys[:, :, t], values[:, :, t], None, asked.params) for t in tokens]

@@ -30,11 +30,11 @@ class LateRotary(Rotary):
 
     own: Rotary | None
 
-    def turns(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+    def cos_sin(self, first: int, count: int) -> tuple[Tensor, Tensor]:
         if self.own is None:
             remedy = "Give it to RetrievalCache.load (model=…), or use the cache in a call of the attached model first."
             raise SessionError("model", "the model that read the documents", "none yet", remedy)
-        return self.own.turns(first, count)
+        return self.own.cos_sin(first, count)
 
     @property
     def positions(self) -> int | None:  # type: ignore[override]

@@ -26,9 +26,9 @@ from kvrecall.index.sphere.codes import (
     magnitude_thresholds,
     weight_range,
 )
+from kvrecall.index.sphere.cos_sin import SPAN
 from kvrecall.index.sphere.kernels.blocks import begin_of, blocks_of, look_up, numbers_of, rows_of
 from kvrecall.index.sphere.maps import Maps
-from kvrecall.index.sphere.turns import SPAN
 
 _NUMBERS, _WARPS = 4096, 4
 """Rotated coordinates per program, and its warps: as many as fit into registers. Two small programs on a multiprocessor take
@@ -302,7 +302,7 @@ class Centring(NamedTuple):
         """For a zone of `tokens` tokens."""
         if maps.means is None:
             return Centring(maps.rotation, 0, maps.rotation, maps.rotation, 0)
-        return Centring(maps.means, maps.means.stride(0), *maps.turns(tokens), maps.pair_stride)
+        return Centring(maps.means, maps.means.stride(0), *maps.cos_sin(tokens), maps.pair_stride)
 
 
 def encode(

@@ -21,6 +21,7 @@ from torch import Tensor
 from kvrecall.core.launch import INTERPRETED, capability, cdiv, next_power_of_2, overlapping
 from kvrecall.core.small_floats import UNIT
 from kvrecall.index.sphere.codes import BLOCK, Codes, magnitude_levels
+from kvrecall.index.sphere.cos_sin import SPAN
 from kvrecall.index.sphere.kernels.binary import binary_kernel
 from kvrecall.index.sphere.kernels.compact import compact_kernel
 from kvrecall.index.sphere.kernels.encode import Centring
@@ -31,7 +32,6 @@ from kvrecall.index.sphere.kernels.tables import rotate_kernel, tables_kernel
 from kvrecall.index.sphere.maps import Maps
 from kvrecall.index.sphere.reference import MOST_SHIFT, PRODUCT_PEAK, PRODUCT_RMS, product_scale
 from kvrecall.index.sphere.schedule import TIER_PERCENTILES, StageSizes
-from kvrecall.index.sphere.turns import SPAN
 from kvrecall.select.kernels import lanes_at_once, top_kernel
 
 FIELDS = 2 + len(TIER_PERCENTILES)

@@ -1,4 +1,4 @@
-"""The state of one vLLM engine: method, key statistics and layers; refuses what cannot be served."""
+"""The state of one vLLM engine: method, key statistics and layers; refuses what cannot be engine."""
 
 # Only imported where vLLM is installed.
 # pyright: reportMissingImports=false
@@ -41,11 +41,11 @@ from kvrecall.step.warmup import Limits
 
 _log = logging.getLogger("vllm.kvrecall")
 
-_served: Served | None = None
+_engine: EngineState | None = None
 """This process's engine; there is one at a time."""
 
 
-class Served:
+class EngineState:
     """The state of one engine, shared by all layers."""
 
     def __init__(self, vllm_config: Any) -> None:
@@ -82,12 +82,12 @@ class Served:
         """Blocks with memory, after the system refused more."""
 
     @staticmethod
-    def of(vllm_config: Any) -> Served:
+    def of(vllm_config: Any) -> EngineState:
         """The state for the engine with this config, one for all layers."""
-        global _served
-        if _served is None or _served._config is not vllm_config:
-            _served = Served(vllm_config)
-        return _served
+        global _engine
+        if _engine is None or _engine._config is not vllm_config:
+            _engine = EngineState(vllm_config)
+        return _engine
 
     @property
     def most(self) -> int:

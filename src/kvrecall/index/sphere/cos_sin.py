@@ -19,7 +19,7 @@ _PIECE_SPANS = 64
 2 * 4,096 * D * 4 bytes."""
 
 
-class Turns:
+class CosSinTable:
     """Mean cos and sin of the rotary embedding over every span of positions, from the zone's first token on, fp32 `[R, D]`."""
 
     def __init__(self, rotary: Rotary, first: int, device: torch.device) -> None:
@@ -49,7 +49,7 @@ class Turns:
         wanted = max(wanted, min(spans_of(have * SPAN * 9 // 8), wanted + 16 * _PIECE_SPANS))
         rotary = self._rotary()
         assert rotary is not None
-        made = [mean_turns(rotary, self._first, r) for r in range(have, wanted, _PIECE_SPANS)]
+        made = [mean_cos_sin(rotary, self._first, r) for r in range(have, wanted, _PIECE_SPANS)]
         with lasting_tensors():
             cos, sin = (
                 torch.cat([old, *(x.to(self._device) for x in new)])
@@ -89,19 +89,19 @@ def pair_stride(cos: Tensor, sin: Tensor, partner: Tensor) -> int:
     return stride if same else 0
 
 
-def mean_turns(rotary: Rotary, first: int, span: int) -> tuple[Tensor, Tensor]:
+def mean_cos_sin(rotary: Rotary, first: int, span: int) -> tuple[Tensor, Tensor]:
     """Mean (cos, sin) of `_PIECE_SPANS` spans from number `span` on, fp32 `[_, D]`; span 0 begins at position `first`."""
-    cos, sin = rotary.turns(first + span * SPAN, _PIECE_SPANS * SPAN)
+    cos, sin = rotary.cos_sin(first + span * SPAN, _PIECE_SPANS * SPAN)
     return cos.unflatten(0, (_PIECE_SPANS, SPAN)).mean(1), sin.unflatten(0, (_PIECE_SPANS, SPAN)).mean(1)
 
 
-_turns: WeakKeyDictionary[Rotary, dict[tuple[int, torch.device], Turns]] = WeakKeyDictionary()
+_cos_sin: WeakKeyDictionary[Rotary, dict[tuple[int, torch.device], CosSinTable]] = WeakKeyDictionary()
 """Layers with the same rotary embedding share a table, which lives as long as the embedding."""
 
 
-def turns_of(rotary: Rotary, first: int, device: torch.device) -> Turns:
+def cos_sin_table(rotary: Rotary, first: int, device: torch.device) -> CosSinTable:
     """The table of an embedding on a device."""
-    tables = _turns.setdefault(rotary, {})
+    tables = _cos_sin.setdefault(rotary, {})
     if (first, device) not in tables:
-        tables[first, device] = Turns(rotary, first, device)
+        tables[first, device] = CosSinTable(rotary, first, device)
     return tables[first, device]

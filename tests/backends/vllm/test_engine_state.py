@@ -19,7 +19,7 @@ from transformers import AutoConfig, Gemma3ForCausalLM, Gemma3TextConfig, LlamaC
 
 from kvrecall.backends.transformers.rotary import rotaries_of
 from kvrecall.backends.transformers.statistics import Source, observed
-from kvrecall.backends.vllm.served import Served
+from kvrecall.backends.vllm.engine_state import EngineState
 from kvrecall.core.errors import KVRecallError
 from kvrecall.engine.memory import VllmPlan, plan_vllm
 from kvrecall.index.statistics import KeyStatistics
@@ -321,9 +321,9 @@ CONFIG = SimpleNamespace(
     ],
 )
 def test_what_cannot_be_served_is_refused_at_the_start(part: str, changed: Any, told: str) -> None:
-    assert Served(CONFIG).settings.method.top_k
+    assert EngineState(CONFIG).settings.method.top_k
     with pytest.raises(KVRecallError, match=told):
-        Served(SimpleNamespace(**(vars(CONFIG) | {part: changed})))
+        EngineState(SimpleNamespace(**(vars(CONFIG) | {part: changed})))
 
 
 @pytest.mark.parametrize(("dtype", "named"), [(torch.bfloat16, "bfloat16"), (torch.float16, "float16")])
@@ -332,9 +332,9 @@ def test_the_model_s_own_dtype_may_be_named_for_the_cache(dtype: torch.dtype, na
         parts = {"model_config": SimpleNamespace(dtype=dtype), "cache_config": SimpleNamespace(cache_dtype=cache_dtype)}
         return SimpleNamespace(**(vars(CONFIG) | parts))
 
-    assert Served(config(named)).settings == Served(config("auto")).settings
+    assert EngineState(config(named)).settings == EngineState(config("auto")).settings
     with pytest.raises(KVRecallError, match=f"stored in the model's dtype .{named}"):
-        Served(config({"float16": "bfloat16", "bfloat16": "float16"}[named]))
+        EngineState(config({"float16": "bfloat16", "bfloat16": "float16"}[named]))
 
 
 @pytest.mark.parametrize(("drafts", "expected"), [(None, 1), (3, 4)])

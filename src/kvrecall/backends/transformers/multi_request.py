@@ -22,9 +22,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvrecall.backends.transformers import passes
 from kvrecall.backends.transformers.cache import RetrievalCache
+from kvrecall.backends.transformers.forward_pass import CachePass, ForwardPass, Inputs
 from kvrecall.backends.transformers.layer import RetrievalLayer, as_attended, tagged
 from kvrecall.backends.transformers.owner import Claim
-from kvrecall.backends.transformers.passes import CachePass, ForwardPass, Inputs
 from kvrecall.core.errors import NotAttachedError, ParameterError, ShapeError, UnsupportedModelError
 from kvrecall.core.structs import AttentionParams
 

@@ -12,7 +12,7 @@ from torch import Tensor
 import kvrecall
 from kvrecall import engine
 from kvrecall.backends.transformers.cache_name import cache_argument
-from kvrecall.backends.transformers.joint import JointCache, NotTogetherError
+from kvrecall.backends.transformers.multi_request import JointCache, NotTogetherError
 from kvrecall.core.errors import NotAttachedError, ParameterError, ShapeError
 from tests.backends.models import tiny
 from tests.engine.users import METHODS, User
