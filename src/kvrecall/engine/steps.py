@@ -89,8 +89,9 @@ class Member:
     @property
     def shares(self) -> bool:
         """Whether its steps can be captured together with those of others."""
-        possible = self._lost is None and self.captured is not None and not self.apart and not self.asked.looks_up
-        return possible and self.captured.ready
+        if self._lost is not None or self.captured is None or self.apart or self.asked.looks_up:
+            return False
+        return self.captured.ready
 
     @property
     def joins(self) -> bool:

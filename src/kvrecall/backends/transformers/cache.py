@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from kvrecall.backends.interrupt import deferred_interrupt
 from kvrecall.backends.memory import as_before, check_device, layers_near
-from kvrecall.backends.transformers import passes, session
+from kvrecall.backends.transformers import forward_pass, session
 from kvrecall.backends.transformers.cache_state import (
     CacheState,
     LayersBefore,
@@ -226,7 +226,7 @@ class RetrievalCache(CacheState):
 
     def _check_called(self) -> None:
         """Raises NotAttachedError outside a call of an attached model."""
-        if self.running is None or passes.current() is not self.running.whole:
+        if self.running is None or forward_pass.current() is not self.running.whole:
             raise NotAttachedError
 
     @operation("crop", captured=True)
@@ -332,7 +332,7 @@ class RetrievalCache(CacheState):
         """Begins a forward pass. Raises InterruptedPassError if the last one was interrupted, and ShapeError for inputs that do
         not match the stored tokens; nothing is stored then."""
         self.settle()
-        passes.check_inputs(self, inputs)
+        forward_pass.check_inputs(self, inputs)
         self._before = LayersBefore.of(self.layers, self.get_seq_length())
         return ForwardPass(claim, [CachePass(self, inputs)])
 

@@ -2,7 +2,7 @@
 
 A pass belongs to one thread and one call of the model. Layers store only inside a pass. A pass is accepted if every retrieval
 layer's attention ran exactly once; otherwise the cache is restored. One call may also carry the rows of several caches
-(`joint`): then the pass has a part for each.
+(`multi_request`): then the pass has a part for each.
 """
 
 from __future__ import annotations

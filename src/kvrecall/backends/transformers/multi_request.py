@@ -2,7 +2,7 @@
 
 1. Each row of the batch is one sequence of one member. A layer of the joint cache hands each member's layer its own rows, so
    every member stores and attends as it does alone, whatever its method and its length.
-2. The call is one forward pass with a part for each member (`passes`): accepted completely, or undone.
+2. The call is one forward pass with a part for each member (`forward_pass`): accepted completely, or undone.
 3. After an error in a member's own attention, this member leaves the step and the others go on. An error of the call itself
    undoes the step for all.
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvrecall.backends.transformers import passes
+from kvrecall.backends.transformers import forward_pass
 from kvrecall.backends.transformers.cache import RetrievalCache
 from kvrecall.backends.transformers.forward_pass import CachePass, ForwardPass, Inputs
 from kvrecall.backends.transformers.layer import RetrievalLayer, as_attended, tagged
@@ -95,7 +95,7 @@ class JointCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        if self.running is None or passes.current() is not self.running:
+        if self.running is None or forward_pass.current() is not self.running:
             raise NotAttachedError
         layer: Any = self.layers[layer_idx]
         return layer.update(key_states, value_states)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvrecall.backends.transformers import passes
+from kvrecall.backends.transformers import forward_pass
 from kvrecall.backends.transformers.families import CHANGING_ROTARY
 from kvrecall.backends.transformers.forward_pass import CachePass
 from kvrecall.core.errors import ParameterError
@@ -40,7 +40,7 @@ def wrapped_parts(model: PreTrainedModel) -> list[tuple[nn.Module, Callable[...,
 
 def _pass_of_one_cache() -> CachePass | None:
     """This thread's current pass over a RetrievalCache."""
-    running = passes.current()
+    running = forward_pass.current()
     return None if running is None or running.failed is not None else running.parts[0]
 
 

@@ -68,7 +68,7 @@ class GraphRunner:
         self.forward: Any = None
         """The model's own forward, if another function stands in its place."""
         self.graph: DecodeGraph | None = None
-        """The current graph; None before the first step and after `close`."""
+        """The current graph; None while no cache is borrowed."""
         self._leases: dict[int, CacheLease] = {}
         """By id of the cache; a lease keeps the cache alive."""
         self._steps = 0
@@ -145,10 +145,12 @@ class GraphRunner:
 
     def leave(self, cache: RetrievalCache) -> None:
         """Gives a cache back with the decoded tokens, every layer even if one fails; does nothing if it is not borrowed."""
-        lease = self._leases.pop(id(cache), None)
+        lease, graph = self._leases.pop(id(cache), None), self.graph
+        if not self._leases:
+            self.graph = None
         if lease is not None:
-            assert self.graph is not None
-            self.graph.leave(lease)
+            assert graph is not None
+            graph.leave(lease)
 
     def close(self) -> None:
         """Gives all caches back, even if one fails. May be called again."""
