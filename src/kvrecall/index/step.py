@@ -22,7 +22,7 @@ from kvrecall.cache.zones import ZoneLengths, ZoneSizes
 from kvrecall.core.launch import next_power_of_2, overlapping
 from kvrecall.core.structs import AttentionParams, HostTable
 from kvrecall.index.base import Index, LayerShape
-from kvrecall.select.query_ring import QueryRing
+from kvrecall.select.queries import QueryRing
 
 if TYPE_CHECKING:
     from kvrecall.attend.step import StepAttention

@@ -16,7 +16,7 @@ _METHODS = {
     "ctkvr": ("kvrecall.methods.ctkvr", "CTKVR"),
     "louiskv": ("kvrecall.methods.louiskv", "LouisKV"),
     "method": ("kvrecall.methods.base", "Method"),
-    "exact": ("kvrecall.methods.exact", "Exact"),
+    "exact": ("kvrecall.methods.full", "Exact"),
     "full": ("kvrecall.methods.full", "Full"),
     "arkvale": ("kvrecall.baselines.arkvale", "ArkVale"),
     "freekv": ("kvrecall.baselines.freekv", "FreeKV"),

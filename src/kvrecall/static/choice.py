@@ -191,14 +191,6 @@ def pooled(scores: Tensor, radius: int) -> Tensor:
     return torch.nn.functional.avg_pool1d(scores.double().unsqueeze(1), 2 * radius + 1, 1, radius).squeeze(1).float()
 
 
-def window_shares(
-    observed: ObservedQueries, zone: Tensor, others: Iterable[tuple[Tensor, int]], offset: int, scaling: float
-) -> Tensor:
-    """Attention shares fp32 `[H_kv, G, W, n]` of a short zone's keys for the observed queries; arguments: see `Observation`."""
-    total = _total([_mass(observed, zone, offset, scaling)], observed, others, scaling)
-    return _shares(observed, total, zone, offset, scaling)
-
-
 def _shares(observed: ObservedQueries, total: Tensor, keys: Tensor, start: int, scaling: float) -> Tensor:
     """Shares fp32 `[H_kv, G, W, n]` of keys for the observed queries, whose log-sum-exps are total `[H_kv, G, W]`."""
     return _logits(observed, keys, start, scaling).sub_(total.unsqueeze(-1)).exp_()
@@ -207,9 +199,9 @@ def _shares(observed: ObservedQueries, total: Tensor, keys: Tensor, start: int, 
 def _mean_shares(observed: ObservedQueries, keys: Tensor, start: int, scaling: float, total: Tensor, scores: Tensor) -> None:
     """Fills scores fp32 `[H_kv, n]` with the means of `_shares` over group and window."""
     if _by_kernels(observed, keys):
-        from kvrecall.static import cuda  # Triton takes a second to import
+        from kvrecall.static import kernels  # Triton takes a second to import
 
-        cuda.mean_shares(observed, keys, start, scaling, total, scores)
+        kernels.mean_shares(observed, keys, start, scaling, total, scores)
     else:
         scores.copy_(_shares(observed, total, keys, start, scaling).mean((1, 2)))
 
@@ -224,9 +216,9 @@ def _one(observed: ObservedQueries, total: Tensor, w: int) -> tuple[ObservedQuer
 def _mass(observed: ObservedQueries, keys: Tensor, start: int, scaling: float) -> Tensor:
     """Log-sum-exp fp32 `[H_kv, G, W]` of the observed queries' logits over keys `[H_kv, n, D]` from position `start` on."""
     if _by_kernels(observed, keys):
-        from kvrecall.static import cuda
+        from kvrecall.static import kernels
 
-        return cuda.mass(observed, keys, start, scaling)
+        return kernels.mass(observed, keys, start, scaling)
     return _logits(observed, keys, start, scaling).logsumexp(-1)
 
 

@@ -119,22 +119,3 @@ def score_rows(queries: Tensor, table: HostTable, ids: Tensor) -> Tensor:
         BLOCK=table.block_size, D=dim, BD=next_power_of_2(dim), G=group, R=_KEYS, num_warps=4,
     )  # fmt: skip
     return out
-
-
-def distinct(lists: Tensor, tokens: int, first_always: int, barred: Tensor | None) -> tuple[Tensor, Tensor]:
-    """As `cpu.distinct`, on the device. Does not synchronise, so it has as many columns as there can be ids."""
-    heads, device = lists.shape[0], lists.device
-    most = min(tokens, lists[0].numel() + tokens - first_always)
-    wanted = torch.zeros(heads, tokens + 1, dtype=torch.bool, device=device)
-    flat = lists.flatten(1).long()
-    wanted.scatter_(1, torch.where(flat < 0, tokens, flat), True)
-    wanted[:, first_always:] = True
-    if barred is not None:
-        wanted.scatter_(1, barred.long(), False)
-    wanted[:, tokens] = False
-    place = wanted.cumsum(1, dtype=torch.int32)
-    counts = place[:, -1].contiguous()
-    ids = torch.full((heads, most + 1), -1, dtype=torch.int32, device=device)
-    every = torch.arange(tokens + 1, dtype=torch.int32, device=device).expand(heads, -1)
-    ids.scatter_(1, torch.where(wanted, place - 1, most).long(), every)  # unwanted ids all go to an extra column
-    return ids[:, :most].contiguous(), counts

@@ -52,11 +52,7 @@ def distinct(lists: Tensor, tokens: int, first_always: int, barred: Tensor | Non
         from kvrecall.index.query_centroids import cpu
 
         return cpu.distinct(lists, tokens, first_always, barred, cut)
-    if kernels_available(lists.device):
-        from kvrecall.index.query_centroids import kernels
-
-        return kernels.distinct(lists, tokens, first_always, barred)
-    return reference.distinct(lists, tokens, first_always, barred)
+    return reference.distinct(lists, tokens, first_always, barred, cut and lists.device.type == "cpu")
 
 
 def rerank(

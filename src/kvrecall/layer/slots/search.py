@@ -17,7 +17,7 @@ from kvrecall.core.structs import AttentionParams, HeldSelection
 from kvrecall.index.step import SlotSpec, SlotStep
 from kvrecall.layer.slots.base import Group, SlotLayer, keeps_rows
 from kvrecall.layer.state import LayerState
-from kvrecall.select.query_ring import QueryRing, places
+from kvrecall.select.queries import QueryRing, places
 from kvrecall.static.sets import StaticRefresh
 from kvrecall.trigger.device import DeviceTrigger, Marks
 from kvrecall.trigger.speculative import Speculative
