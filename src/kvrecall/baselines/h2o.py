@@ -45,6 +45,7 @@ class AccumulatedIndex(TokenIndex):
     """Received attention and kept tokens of one layer. After a crop, sums still include the cropped queries. An index that is
     rebuilt, by a fork or after an error, knows only the observed queries."""
 
+    of_sequence = (*TokenIndex.of_sequence, "_offset", "_found")
     watches = True
 
     def __init__(self, shape: LayerShape, config: AccumulatedConfig) -> None:
@@ -94,8 +95,6 @@ class AccumulatedIndex(TokenIndex):
     def select(self, sequences: list[int]) -> AccumulatedIndex:
         chosen = super().select(sequences)
         chosen._sums, chosen._left = self._sums.select(sequences), self._left.select(sequences)
-        chosen._offset = [self._offset[b] for b in sequences]
-        chosen._found = [self._found[b] for b in sequences]
         return chosen
 
     def score(self, queries: Tensor, sequence: int, scaling: float) -> Tensor:

@@ -9,10 +9,10 @@ Files are not trusted, so the conditions are checked:
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from copy import copy
 from math import isfinite
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -27,32 +27,41 @@ Shape = tuple[int | None, ...]
 Value = bool | int | float | None | list[int]
 
 
-class Archive(ABC):
-    """Base of saving and loading. device: of loaded tensors."""
+class Notes:
+    """The content of an archive. tensors: by name. memories: of blocks, with tokens of each sequence."""
 
-    saving: ClassVar[bool]
+    def __init__(self, values: dict[str, Value] | None = None) -> None:
+        self.values: dict[str, Value] = values or {}
+        self.tensors: dict[str, Tensor] = {}
+        self.memories: dict[str, tuple[Any, list[int]]] = {}
 
-    def __init__(self, device: torch.device, prefix: str = "") -> None:
-        self.device, self._prefix = device, prefix
 
-    @abstractmethod
-    def _value(self, name: str, value: Value) -> Any: ...
+class Archive:
+    """Saves into `notes`, without copying tensors, or loads from them."""
 
-    @abstractmethod
-    def _tensor(self, name: str, value: Tensor | None) -> Tensor: ...
+    def __init__(self, device: torch.device, loaded: Notes | None = None) -> None:
+        """device: of loaded tensors. loaded: the content of a file; None: saves."""
+        self.device, self.saving, self.notes, self._prefix = device, loaded is None, loaded or Notes(), ""
 
-    @abstractmethod
     def knows(self, name: str) -> bool:
         """Whether it has a value of that name, which files of older releases may lack."""
+        return self.saving or self._prefix + name in self.notes.values
 
-    @abstractmethod
     def under(self, name: str) -> Archive:
         """The same archive with the prefix `name`."""
+        other = copy(self)
+        other._prefix = f"{self._prefix}{name}."
+        return other
 
-    @abstractmethod
     def blocks(self, name: str, memory: Any, tokens: list[int]) -> None:
-        """The memory of a layer's blocks (`cache.block_rows.BlockRows` or `cache.block_bytes.BlockBytes`), with the first
-        `tokens` tokens of each sequence."""
+        """Notes the memory of a layer's blocks (`cache.block_rows`) with the first `tokens` tokens of each sequence, to save or
+        to fill."""
+        self.notes.memories[self._prefix + name] = memory, list(tokens)
+
+    def done(self) -> None:
+        """Raises SessionError for entries that were not loaded."""
+        for name in [*self.notes.values, *self.notes.tensors]:
+            self.refuse(name, "nothing of that name", "something")
 
     def each(self, name: str, count: int) -> Iterator[tuple[int, Archive]]:
         """(i, archive with the prefix `name` and i) for i below `count`."""
@@ -126,75 +135,23 @@ class Archive(ABC):
         said = repr(got)
         raise SessionError(self._prefix + name, expected, said if len(said) < 80 else said[:77] + "...")
 
-
-class Notes:
-    """The content of an archive. tensors: by name. memories: of blocks, with tokens of each sequence."""
-
-    def __init__(self, values: dict[str, Value] | None = None) -> None:
-        self.values: dict[str, Value] = values or {}
-        self.tensors: dict[str, Tensor] = {}
-        self.memories: dict[str, tuple[Any, list[int]]] = {}
-
-
-class Writer(Archive):
-    """Saves into `notes`; tensors are not copied."""
-
-    saving: ClassVar[bool] = True
-
-    def __init__(self, device: torch.device, notes: Notes | None = None, prefix: str = "") -> None:
-        super().__init__(device, prefix)
-        self.notes = notes or Notes()
-
-    def knows(self, name: str) -> bool:
-        return True
-
-    def under(self, name: str) -> Writer:
-        return Writer(self.device, self.notes, f"{self._prefix}{name}.")
-
-    def blocks(self, name: str, memory: Any, tokens: list[int]) -> None:
-        self.notes.memories[self._prefix + name] = memory, list(tokens)
-
     def _value(self, name: str, value: Value) -> Any:
-        assert self._prefix + name not in self.notes.values, name
-        self.notes.values[self._prefix + name] = value
-        return value
-
-    def _tensor(self, name: str, value: Tensor | None) -> Tensor:
-        assert value is not None and self._prefix + name not in self.notes.tensors, name
-        self.notes.tensors[self._prefix + name] = value
-        return value
-
-
-class Reader(Archive):
-    """Loads the content of a file; `blocks` notes the memories to fill."""
-
-    saving: ClassVar[bool] = False
-
-    def __init__(self, device: torch.device, notes: Notes, prefix: str = "") -> None:
-        super().__init__(device, prefix)
-        self.notes = notes
-
-    def knows(self, name: str) -> bool:
-        return self._prefix + name in self.notes.values
-
-    def under(self, name: str) -> Reader:
-        return Reader(self.device, self.notes, f"{self._prefix}{name}.")
-
-    def blocks(self, name: str, memory: Any, tokens: list[int]) -> None:
-        self.notes.memories[self._prefix + name] = memory, list(tokens)
-
-    def done(self) -> None:
-        """Raises SessionError for entries that were not read."""
-        for name in [*self.notes.values, *self.notes.tensors]:
-            self.refuse(name, "nothing of that name", "something")
-
-    def _value(self, name: str, value: Value) -> Any:
-        if self._prefix + name not in self.notes.values:
+        path = self._prefix + name
+        if self.saving:
+            assert path not in self.notes.values, name
+            self.notes.values[path] = value
+            return value
+        if path not in self.notes.values:
             self.refuse(name, "a value", "none")
-        return self.notes.values.pop(self._prefix + name)
+        return self.notes.values.pop(path)
 
     def _tensor(self, name: str, value: Tensor | None) -> Tensor:
-        if self._prefix + name not in self.notes.tensors:
+        path = self._prefix + name
+        if self.saving:
+            assert value is not None and path not in self.notes.tensors, name
+            self.notes.tensors[path] = value
+            return value
+        if path not in self.notes.tensors:
             self.refuse(name, "a tensor", "none")
         with lasting_tensors():
-            return self.notes.tensors.pop(self._prefix + name).to(self.device)
+            return self.notes.tensors.pop(path).to(self.device)

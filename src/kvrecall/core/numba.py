@@ -104,44 +104,16 @@ def row_place(blocks, size, heads, h, token, dim, kind):
     return first + row * width, (first + rows * width) // 4 + 2 * row
 
 
-@intrinsic
-def bits_to_float(typingctx, bits):
+@njit(inline="always")
+def bits_to_float(bits):
     """uint32 -> float32 with the same bits."""
-
-    def build(context, builder, signature, args):
-        return builder.bitcast(args[0], ir.FloatType())
-
-    return types.float32(types.uint32), build
+    return np.uint32(bits).view(np.float32)
 
 
-@intrinsic
-def float_to_bits(typingctx, value):
+@njit(inline="always")
+def float_to_bits(value):
     """float32 -> uint32 with the same bits."""
-
-    def build(context, builder, signature, args):
-        return builder.bitcast(args[0], ir.IntType(32))
-
-    return types.uint32(types.float32), build
-
-
-@intrinsic
-def bits_to_double(typingctx, bits):
-    """int64 -> float64 with the same bits."""
-
-    def build(context, builder, signature, args):
-        return builder.bitcast(args[0], ir.DoubleType())
-
-    return types.float64(types.int64), build
-
-
-@intrinsic
-def double_to_bits(typingctx, value):
-    """float64 -> int64 with the same bits."""
-
-    def build(context, builder, signature, args):
-        return builder.bitcast(args[0], ir.IntType(64))
-
-    return types.int64(types.float64), build
+    return np.float32(value).view(np.uint32)
 
 
 @intrinsic
@@ -217,7 +189,7 @@ def exp_below(x):
     series = 1.0 / 479001600.0
     for denominator in (39916800.0, 3628800.0, 362880.0, 40320.0, 5040.0, 720.0, 120.0, 24.0, 6.0, 2.0, 1.0, 1.0):
         series = series * r + 1.0 / denominator
-    return series * bits_to_double((double_to_bits(whole) - _WHOLE_BITS + 1023) << 52)
+    return series * np.int64((np.float64(whole).view(np.int64) - _WHOLE_BITS + 1023) << 52).view(np.float64)
 
 
 @njit(inline="always")

@@ -7,7 +7,6 @@ for methods whose retrieval zone is a static set or is never attended.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.core.archive import Archive
+from kvrecall.core.per_sequence import PerSequence
 from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.base import Captured, Index, IndexConfig, LayerShape, RowSource
 from kvrecall.index.step import SlotSpec
@@ -125,8 +125,10 @@ class NothingConfig(IndexConfig):
         return 0
 
 
-class NothingIndex(Index):
+class NothingIndex(PerSequence, Index):
     """Counts tokens."""
+
+    of_sequence = ("lengths",)
 
     def __init__(self, shape: LayerShape) -> None:
         self._kv_heads, self.lengths = shape.kv_heads, [0] * shape.sequences
@@ -142,11 +144,6 @@ class NothingIndex(Index):
 
     def archive(self, archive: Archive, tokens: list[int]) -> None:
         self.lengths = list(tokens)
-
-    def select(self, sequences: list[int]) -> NothingIndex:
-        chosen = copy(self)
-        chosen.lengths = [self.lengths[b] for b in sequences]
-        return chosen
 
     def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
         counts = torch.zeros(len(sequences), self._kv_heads, dtype=torch.int32, device=queries.device)

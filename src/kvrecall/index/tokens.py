@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from copy import copy
 from typing import Self, cast
 
 import torch
@@ -24,6 +23,7 @@ from kvrecall.cache.zones import ZoneLengths
 from kvrecall.core.archive import Archive
 from kvrecall.core.fp8 import as_stored
 from kvrecall.core.launch import next_power_of_2
+from kvrecall.core.per_sequence import PerSequence
 from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.base import Index, IndexConfig, LayerShape, RowSource, stack_selections
 from kvrecall.index.step import IndexStep, SlotSpec, SlotStep
@@ -36,8 +36,10 @@ _PIECE_TOKENS = 8192
 """Tokens of each slot that are scored at a time: bounds the copy that is gathered from blocks."""
 
 
-class TokenIndex(Index):
+class TokenIndex(PerSequence, Index):
     """Base of the indexes that score every token; a subclass keeps the summaries. Ties go to the lowest position."""
+
+    of_sequence = ("excluded",)
 
     def __init__(self, shape: LayerShape, config: IndexConfig) -> None:
         self._kv_heads, self._gqa = shape.kv_heads, config.gqa
@@ -57,7 +59,7 @@ class TokenIndex(Index):
     def exclude(self, sequence: int, ids: Tensor | None) -> None:
         self.excluded[sequence] = ids
 
-    def mark(self, sequence: int, prompt: bool) -> tuple[int, Tensor | None]:
+    def mark(self, sequence: int, prompt: bool = False) -> tuple[int, Tensor | None]:
         return self.lengths[sequence], self.excluded[sequence]
 
     def rewind(self, sequence: int, mark: tuple[int, Tensor | None]) -> None:
@@ -69,11 +71,6 @@ class TokenIndex(Index):
         """Saves or loads the excluded ids; a subclass adds its tables."""
         for b, own in archive.each("sequence", len(tokens)):
             self.excluded[b] = archive_excluded(own, self.excluded[b], self._kv_heads, tokens[b])
-
-    def select(self, sequences: list[int]) -> Self:
-        chosen = copy(self)
-        chosen.excluded = [self.excluded[b] for b in sequences]
-        return chosen
 
     def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
         grouped = search_queries(queries, self._kv_heads, self._gqa)
@@ -172,6 +169,8 @@ class TrainedIndex(TokenIndex):
     The tensor is never written to, only replaced.
     """
 
+    of_sequence = (*TokenIndex.of_sequence, "_trained", "_waiting")
+
     def __init__(self, shape: LayerShape, config: IndexConfig, width: int, dtype: torch.dtype) -> None:
         super().__init__(shape, config)
         self._device = shape.device
@@ -237,8 +236,6 @@ class TrainedIndex(TokenIndex):
     def select(self, sequences: list[int]) -> Self:
         chosen = super().select(sequences)
         chosen._codes = self._codes.select(sequences)
-        chosen._trained = [self._trained[b] for b in sequences]
-        chosen._waiting = [self._waiting[b] for b in sequences]
         return chosen
 
     def prepare(self, sequences: list[int]) -> None:

@@ -26,7 +26,7 @@ from kvrecall.core.structs import HeldSelection
 from kvrecall.fetch import Fetched
 from kvrecall.index.base import Index, LayerShape
 from kvrecall.methods.base import Method
-from kvrecall.select.queries import ObservedQueries, QueryLog
+from kvrecall.select.queries import QueryLog
 from kvrecall.static.sets import StaticSets
 from kvrecall.trigger import Trigger
 from kvrecall.trigger.segments import SegmentLog
@@ -37,7 +37,7 @@ class Mark:
     """State of a layer beside its store. rewind: restores the counters of the layer's owner."""
 
     prompt_from: list[int | None]
-    seen: list[ObservedQueries | None]
+    seen: list[Any]
     rewind: Callable[[], None]
 
 
@@ -100,7 +100,7 @@ def begin(state: Reversible, rewind: Callable[[], None]) -> None:
     if state.half_built:
         _renew_index(state)
     state.store.mark()
-    seen = [] if state.log is None else [state.log.seen(b) for b in range(state.store.sequences)]
+    seen = [] if state.log is None else [state.log.mark(b) for b in range(state.store.sequences)]
     state.mark = Mark(list(state.prompt_from), seen, rewind)
 
 
@@ -176,7 +176,7 @@ class Before:
     trigger: Any
     static: Any
     segments: Any
-    seen: ObservedQueries | None
+    seen: Any
     held: HeldSelection | None
 
     @staticmethod
@@ -189,7 +189,7 @@ class Before:
             trigger=state.trigger.mark(b),
             static=state.statics.mark(b),
             segments=None if state.segments is None else state.segments.begun(b),
-            seen=None if state.log is None else state.log.seen(b),
+            seen=None if state.log is None else state.log.mark(b),
             held=state.held.get(b),
         )
 

@@ -395,7 +395,7 @@ class LayerState(Reversible):
         if self.index is not None:
             other.index = self.index.select(sequences)
             other.index.bind(other.store.host)
-        other.statics = self.statics.select(sequences, other.store.host, other.index)
+        other.statics = self.statics.fork(sequences, other.store.host, other.index)
         return other
 
     def end_prompts(self, sequences: list[int], coming: int = 0) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.core.archive import Archive
+from kvrecall.core.per_sequence import PerSequence
 from kvrecall.core.structs import lasting_tensors
 
 
@@ -41,8 +42,10 @@ def archive_observed(archive: Archive, observed: ObservedQueries | None, query: 
     return observed if archive.saving else ObservedQueries(queries, lse, start)
 
 
-class QueryLog:
-    """Keeps the last `window` queries per sequence. Kept tensors are immutable: they are replaced."""
+class QueryLog(PerSequence):
+    """Keeps the last `window` queries per sequence."""
+
+    of_sequence = ("_kept",)
 
     def __init__(self, sequences: int, window: int) -> None:
         self.window = window
@@ -78,10 +81,6 @@ class QueryLog:
         """Takes over the queries of another log of the same sequences."""
         self._kept = [None if kept is None else kept.last(self.window) for kept in other._kept]
 
-    def rewind(self, sequence: int, seen: ObservedQueries | None) -> None:
-        """Restores the queries that `seen` returned before a change."""
-        self._kept[sequence] = seen
-
     def truncate(self, sequence: int, tokens: int) -> None:
         """Drops the queries of all tokens after the first `tokens`."""
         kept = self._kept[sequence]
@@ -95,12 +94,6 @@ class QueryLog:
             kept = self._kept[b] = archive_observed(own, self._kept[b], query)
             if kept is not None and kept.queries.shape[1] > self.window:
                 own.refuse("queries", f"{self.window:,} at most", kept.queries.shape[1])
-
-    def select(self, sequences: list[int]) -> QueryLog:
-        """A log whose sequence i is this one's `sequences[i]`."""
-        chosen = QueryLog(0, self.window)
-        chosen._kept = [self._kept[b] for b in sequences]
-        return chosen
 
 
 class QueryRing:

@@ -20,6 +20,7 @@ from torch import Tensor
 from kvrecall.cache.copies import read_keys
 from kvrecall.cache.zone_rows import ZoneRows
 from kvrecall.core.archive import Archive
+from kvrecall.core.per_sequence import PerSequence
 from kvrecall.core.pieces import Work, stretches
 from kvrecall.core.structs import Rows, lasting_tensors, stack_rows
 from kvrecall.fetch import rows_at
@@ -158,8 +159,11 @@ def _arrivals(source: ZoneRows, zone: Tensor) -> Iterator[slice]:
         yield part
 
 
-class StaticSets:
-    """The static set of every sequence of a layer, and the refreshes under way."""
+class StaticSets(PerSequence):
+    """The static set of every sequence of a layer, and the refreshes under way. After a `rewind`, which leaves the index as it
+    is, a running refresh may have progressed; its result is the same."""
+
+    of_sequence = ("sets", "_counts", "_refreshes")
 
     def __init__(self, config: StaticChoice | None, sequences: int) -> None:
         self.config = config
@@ -237,23 +241,11 @@ class StaticSets:
         if count:
             self._counts[sequence] = None
 
-    def mark(self, sequence: int) -> tuple[StaticSet | None, int | None, StaticRefresh | None]:
-        """State of a sequence before a step, for `rewind`."""
-        return self.sets[sequence], self._counts[sequence], self._refreshes[sequence]
-
-    def rewind(self, sequence: int, mark: tuple[StaticSet | None, int | None, StaticRefresh | None]) -> None:
-        """Restores a sequence to its state at `mark`, without its index. A running refresh may have progressed; its result is
-        the same."""
-        self.sets[sequence], self._counts[sequence], self._refreshes[sequence] = mark
-
-    def select(self, sequences: list[int], sources: list[ZoneRows], index: Index | None) -> StaticSets:
+    def fork(self, sequences: list[int], sources: list[ZoneRows], index: Index | None) -> StaticSets:
         """The sets of copies of some sequences, with their rows and their index. Running refreshes start again there."""
-        chosen = StaticSets(self.config, len(sequences))
-        chosen.sets = [self.sets[b] for b in sequences]
-        chosen._counts = [self._counts[b] for b in sequences]
-        if index is not None:
-            under_way = zip([self._refreshes[b] for b in sequences], sources, strict=True)
-            chosen._refreshes = [refresh and refresh.again(source, index) for refresh, source in under_way]
+        chosen = self.select(sequences)
+        running = zip(chosen._refreshes, sources, strict=True)
+        chosen._refreshes = [None if index is None else refresh and refresh.again(source, index) for refresh, source in running]
         return chosen
 
     def archive(self, archive: Archive, shape: LayerShape, sources: list[ZoneRows], index: Index | None) -> None:

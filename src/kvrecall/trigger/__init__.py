@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from kvrecall.core.archive import Archive
 from kvrecall.core.errors import ParameterError, SessionError, UnknownNameError
+from kvrecall.core.per_sequence import PerSequence
 from kvrecall.parts import Part
 
 
-class Trigger(ABC):
+class Trigger(PerSequence, ABC):
     """State of one layer, per sequence."""
 
     @abstractmethod
@@ -31,23 +32,11 @@ class Trigger(ABC):
     def forget(self, sequence: int) -> None:
         """Forgets a cropped sequence. Its next step fires."""
 
-    @abstractmethod
-    def mark(self, sequence: int) -> Any:
-        """State of the sequence before a step, for `rewind`. Later steps do not change it."""
-
-    @abstractmethod
-    def rewind(self, sequence: int, mark: Any) -> None:
-        """Restores the sequence to its state at `mark`."""
-
     def archive(self, archive: Archive, query: tuple[int, int]) -> None:
         """Writes down, or takes over, what is known of every sequence; see `core.archive`. query: sizes (H_q, D) of a query.
         By default raises SessionError: the trigger cannot be saved."""
         remedy = "Save a fork() under another method, or give the trigger a method `archive` (docs/design/sessions.md)."
         raise SessionError("trigger", "one that can be saved", type(self).__name__, remedy)
-
-    @abstractmethod
-    def select(self, sequences: list[int]) -> Self:
-        """A trigger whose sequence i is this one's `sequences[i]`; the two share nothing that either may change."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +113,8 @@ class SemanticBoundary(Part):
 class StrideTrigger(Trigger):
     """Counts steps per sequence."""
 
+    of_sequence = ("since",)
+
     def __init__(self, steps: int, sequences: int) -> None:
         self._steps, self.since = steps, [0] * sequences
         """since: steps of each sequence since its last reset."""
@@ -137,23 +128,14 @@ class StrideTrigger(Trigger):
     def forget(self, sequence: int) -> None:
         self.since[sequence] = 0
 
-    def mark(self, sequence: int) -> int:
-        return self.since[sequence]
-
-    def rewind(self, sequence: int, mark: int) -> None:
-        self.since[sequence] = mark
-
     def archive(self, archive: Archive, query: tuple[int, int]) -> None:
         self.since = archive.integers("since", self.since, count=len(self.since))
-
-    def select(self, sequences: list[int]) -> StrideTrigger:
-        chosen = StrideTrigger(self._steps, 0)
-        chosen.since = [self.since[b] for b in sequences]
-        return chosen
 
 
 class BoundaryTrigger(Trigger):
     """Remembers the reference query of every sequence."""
+
+    of_sequence = ("reference", "since")
 
     def __init__(self, config: SemanticBoundary, threshold: float, sequences: int) -> None:
         self._config, self._threshold = config, threshold
@@ -179,22 +161,10 @@ class BoundaryTrigger(Trigger):
     def forget(self, sequence: int) -> None:
         self.reference[sequence], self.since[sequence] = None, 0
 
-    def mark(self, sequence: int) -> tuple[Tensor | None, int]:
-        return self.reference[sequence], self.since[sequence]  # the reference is immutable: it is replaced
-
-    def rewind(self, sequence: int, mark: tuple[Tensor | None, int]) -> None:
-        self.reference[sequence], self.since[sequence] = mark
-
     def archive(self, archive: Archive, query: tuple[int, int]) -> None:
         self.since = archive.integers("since", self.since, count=len(self.since))
         for b, own in archive.each("reference", len(self.reference)):
             self.reference[b] = own.optional("query", self.reference[b], query, torch.float32)
-
-    def select(self, sequences: list[int]) -> BoundaryTrigger:
-        chosen = BoundaryTrigger(self._config, self._threshold, 0)
-        chosen.reference = [self.reference[b] for b in sequences]  # never written to, only replaced
-        chosen.since = [self.since[b] for b in sequences]
-        return chosen
 
 
 def mean_cosine(queries: Tensor, reference: Tensor) -> Tensor:

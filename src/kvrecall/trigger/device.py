@@ -1,7 +1,7 @@
 """The trigger of one layer of a device step: a memory per slot, taken over from a trigger of the host and given back to it."""
 
 # A launch takes what only Triton knows.
-# pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 

@@ -40,6 +40,8 @@ class Speculative(Part):
 class SpeculativeTrigger(Trigger):
     """Remembers the queries of the last two steps per sequence."""
 
+    of_sequence = ("last", "_before")
+
     def __init__(self, threshold: float, sequences: int) -> None:
         self._threshold = threshold
         self.last: list[Tensor | None] = [None] * sequences
@@ -65,20 +67,8 @@ class SpeculativeTrigger(Trigger):
     def forget(self, sequence: int) -> None:
         self.last[sequence] = self._before[sequence] = None
 
-    def mark(self, sequence: int) -> tuple[Tensor | None, Tensor | None]:
-        return self.last[sequence], self._before[sequence]  # never written to, only replaced
-
-    def rewind(self, sequence: int, mark: tuple[Tensor | None, Tensor | None]) -> None:
-        self.last[sequence], self._before[sequence] = mark
-
     def archive(self, archive: Archive, query: tuple[int, int]) -> None:
         dtypes = torch.bfloat16, torch.float16, torch.float32
         for b, own in archive.each("sequence", len(self.last)):
             self.last[b] = own.optional("last", self.last[b], query, dtypes)
             self._before[b] = own.optional("before", self._before[b], query, dtypes)
-
-    def select(self, sequences: list[int]) -> SpeculativeTrigger:
-        chosen = SpeculativeTrigger(self._threshold, 0)
-        chosen.last = [self.last[b] for b in sequences]  # never written to, only replaced
-        chosen._before = [self._before[b] for b in sequences]
-        return chosen

@@ -11,7 +11,6 @@ its oldest tokens enter the lists of the centroids that rank them high enough.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -22,6 +21,7 @@ from kvrecall.core.archive import Archive
 from kvrecall.core.cuda import HostCopy
 from kvrecall.core.errors import ParameterError, UnknownNameError
 from kvrecall.core.launch import have_numba, kernels_available
+from kvrecall.core.per_sequence import PerSequence
 from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.base import Index, IndexConfig, LayerShape, RowSource, stack_selections
 from kvrecall.index.query_centroids import lists as ivf
@@ -90,8 +90,10 @@ class Asked(NamedTuple):
     arriving: Callable[[], list[Tensor]]
 
 
-class CentroidIndex(Index):
+class CentroidIndex(PerSequence, Index):
     """Centroids and lists of one layer."""
+
+    of_sequence = ("_lists", "_shared", "_listed", "_counts", "_excluded")
 
     def __init__(self, shape: LayerShape, config: CentroidConfig) -> None:
         self._shape, self._config = shape, config
@@ -181,19 +183,18 @@ class CentroidIndex(Index):
         self._excluded[sequence] = None
         self._found.pop(sequence, None)
 
-    def mark(self, sequence: int, prompt: bool) -> tuple[Any, ...]:
+    def mark(self, sequence: int, prompt: bool = False) -> tuple[Any, ...]:
         """A decode step replaces one centroid in place; it is kept here. Before the end of a prompt all lists are copied."""
         lists = self._lists[sequence]
         self._shared[sequence] |= prompt
         oldest = None if lists is None or self._shared[sequence] or not self._config.dynamic_update else lists.oldest()
-        known = lists, self._shared[sequence], self._listed[sequence], self._counts[sequence], self._excluded[sequence]
-        return *known, oldest
+        return super().mark(sequence), oldest
 
     def rewind(self, sequence: int, mark: tuple[Any, ...]) -> None:
-        *known, oldest = mark
-        lists, self._shared[sequence], self._listed[sequence], self._counts[sequence], self._excluded[sequence] = known
-        self._lists[sequence] = lists
-        if oldest is not None:
+        entries, oldest = mark
+        super().rewind(sequence, entries)
+        lists = self._lists[sequence]
+        if lists is not None and oldest is not None:
             ivf.replace_oldest(lists, oldest)
         self._found.pop(sequence, None)
 
@@ -208,10 +209,8 @@ class CentroidIndex(Index):
             self._lists[b] = ivf.archive(own, lists, shape, count, tokens[b]) if own.has("lists", lists) else None
 
     def select(self, sequences: list[int]) -> CentroidIndex:
-        chosen = copy(self)
-        for name in ("_lists", "_listed", "_counts", "_excluded"):
-            setattr(chosen, name, [getattr(self, name)[b] for b in sequences])
-        self._shared, chosen._shared = [True] * len(self._shared), [True] * len(sequences)
+        self._shared = [True] * len(self._shared)
+        chosen = super().select(sequences)
         chosen._found = {}
         return chosen
 
