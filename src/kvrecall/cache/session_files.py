@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -214,20 +213,28 @@ def fill_blocks(
     """
     region = memory.region
     mapped = region is not None and restored is None and all(region.mappable(place.offset) for place in places.values())
-    read = _map if mapped else _read
-    memory.admit(blocks, lambda: read(memory, places, files, pool, verify, restored), mapped)
 
+    def map_runs() -> None:
+        assert region is not None
+        for first, count in _runs(places):
+            place = places[first]
+            region.map(files.descriptors[place.file], place.offset, first, count)
+        if verify:  # in the file: pages of the mapping would stay in the process's memory
+            finish([pool.submit(files.verify, place) for place in places.values()])
 
-def _map(
-    memory: BlockMemory, places: dict[int, Place], files: OpenFiles, pool: ThreadPoolExecutor, verify: bool, _: object
-) -> None:
-    region = memory.region
-    assert region is not None
-    for first, count in _runs(places):
-        place = places[first]
-        region.map(files.descriptors[place.file], place.offset, first, count)
-    if verify:  # in the file: pages of the mapping would stay in the process's memory
-        finish([pool.submit(files.verify, place) for place in places.values()])
+    def read(block: int, place: Place) -> None:
+        target = memory.tensor[block]
+        if restored is None and target.device.type == "cpu":
+            files.read(place, target, verify)
+            return
+        content = torch.empty(place.nbytes, dtype=torch.uint8, pin_memory=target.is_cuda, device="cpu")
+        files.read(place, content, verify)
+        target.copy_(content.view(target.dtype).view(target.shape) if restored is None else restored(content))
+
+    def read_all() -> None:
+        finish([pool.submit(read, block, place) for block, place in places.items()])
+
+    memory.admit(blocks, map_runs if mapped else read_all, mapped)
 
 
 def _runs(places: dict[int, Place]) -> Iterator[tuple[int, int]]:
@@ -243,25 +250,6 @@ def _runs(places: dict[int, Place]) -> Iterator[tuple[int, int]]:
         first, count = block, 1
     if count:
         yield first, count
-
-
-def _read(
-    memory: BlockMemory, places: dict[int, Place], files: OpenFiles, pool: ThreadPoolExecutor, verify: bool,
-    restored: Callable[[Tensor], Tensor] | None,
-) -> None:  # fmt: skip
-    blocks = memory.tensor
-
-    def one(block: int, place: Place) -> None:
-        target = blocks[block]
-        if restored is None and target.device.type == "cpu":
-            files.read(place, target, verify)
-            return
-        near = torch.empty(place.nbytes, dtype=torch.uint8, pin_memory=target.is_cuda, device="cpu")
-        files.read(place, near, verify)
-        made = near.view(target.dtype).view(target.shape) if restored is None else restored(near)
-        target.copy_(made)
-
-    finish([pool.submit(one, block, place) for block, place in places.items()])
 
 
 def form_of(memory: BlockMemory, wanted: str) -> str:
@@ -290,13 +278,7 @@ def reader_of(memory: BlockMemory, form: str) -> Callable[[Tensor], Tensor] | No
     """Makes a block of the memory of bytes that were written in a form; None if the bytes are the block."""
     if not isinstance(memory, BlockRows) or memory.small == (form == "fp8"):
         return None
-    read = _widened if form == "fp8" else _narrowed
-    return partial(read, shape=memory.shape, dtype=memory.dtype)
-
-
-def _widened(held: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return fp8.rows_of(held, shape, dtype).wide()
-
-
-def _narrowed(held: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return fp8.block_of(fp8.quantised(held.view(dtype).view(shape)))
+    shape, dtype = memory.shape, memory.dtype
+    if form == "fp8":
+        return lambda content: fp8.rows_of(content, shape, dtype).wide()
+    return lambda content: fp8.block_of(fp8.quantised(content.view(dtype).view(shape)))

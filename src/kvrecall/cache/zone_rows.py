@@ -24,15 +24,15 @@ class ZoneRows:
     """
 
     def __init__(self, layer: int, rows: BlockRows, table: BlockTable) -> None:
-        """layer: its number."""
-        self._layer, self._rows, self._table = layer, rows, table
+        """layer: its number. table: the block table of the sequence, for all layers."""
+        self.layer, self._rows, self.blocks_of_all_layers = layer, rows, table
         self._reserved, self._cut = 0, False
-        self._table.lengths.setdefault(layer, 0)
+        self.blocks_of_all_layers.lengths.setdefault(layer, 0)
 
     @property
     def length(self) -> int:
         """Stored tokens."""
-        return self._table.lengths[self._layer]
+        return self.blocks_of_all_layers.lengths[self.layer]
 
     @property
     def nbytes(self) -> int:
@@ -85,9 +85,9 @@ class ZoneRows:
     def reach(self, tokens: int, every_layer: bool = False) -> None:
         """Makes room for `tokens` rows in all, with unshared blocks from the next row on. every_layer: from the next row of the
         layer with the fewest rows."""
-        start = min(self._table.lengths.values()) if every_layer else self.length
+        start = min(self.blocks_of_all_layers.lengths.values()) if every_layer else self.length
         if tokens > start:
-            self._rows.give(max(self._table.reach(start, tokens)) + 1)
+            self._rows.give(max(self.blocks_of_all_layers.reach(start, tokens)) + 1)
 
     def write(self, start: int, rows: Tensor) -> StoredRows:
         """Stores rows `[H_kv, n, 2, D]` of any device from token `start` on, in existing blocks, without counting them. Returns
@@ -96,13 +96,13 @@ class ZoneRows:
         while at < rows.shape[1]:
             place, offset = divmod(start + at, size)
             end = min(at + size - offset, rows.shape[1])
-            self._rows.store(part_of(stored, at, end), self._table.blocks[place], offset)
+            self._rows.store(part_of(stored, at, end), self.blocks_of_all_layers.blocks[place], offset)
             at = end
         return stored
 
     def extend(self, tokens: int) -> None:
         """Counts rows that are already written, up to `tokens` in all."""
-        self._table.hold(self._layer, tokens)
+        self.blocks_of_all_layers.hold(self.layer, tokens)
 
     def truncate(self, tokens: int) -> None:
         """Forgets everything after the first `tokens` rows. Until `trim`, `extend` can bring them back."""
@@ -112,33 +112,23 @@ class ZoneRows:
     def trim(self) -> None:
         """Gives up blocks that no layer needs."""
         if self._cut:
-            self._table.trim()
+            self.blocks_of_all_layers.trim()
         self._cut = False
 
     def view(self, table: BlockTable) -> ZoneRows:
         """The rows for a copy of the sequence with its own table."""
-        return ZoneRows(self._layer, self._rows, table)
+        return ZoneRows(self.layer, self._rows, table)
 
     def placed(self, rows: BlockRows) -> ZoneRows:
         """The same sequence with its blocks in other memory."""
-        other = ZoneRows(self._layer, rows, self._table)
+        other = ZoneRows(self.layer, rows, self.blocks_of_all_layers)
         other._reserved, other._cut = self._reserved, self._cut
         return other
 
     @property
     def held_blocks(self) -> list[int]:
         """The blocks that hold rows of this layer."""
-        return self._table.blocks[: cdiv(self.length, self._rows.block_size)]
-
-    @property
-    def layer(self) -> int:
-        """The layer's number."""
-        return self._layer
-
-    @property
-    def blocks_of_all_layers(self) -> BlockTable:
-        """The block table of the sequence."""
-        return self._table
+        return self.blocks_of_all_layers.blocks[: cdiv(self.length, self._rows.block_size)]
 
     def table(self, device: torch.device) -> HostTable | None:
         """Addresses of the rows for reads by `device`. None without rows, for a GPU if rows are not page-locked, and for the
@@ -150,7 +140,7 @@ class ZoneRows:
         if not self.length or (not self.pinned if on_gpu else rows.device.type == "cuda"):
             return None
         self._rows.arrive(on_device=on_gpu)
-        return HostTable(rows, self._table.on(device).unsqueeze(0), self._rows.dtype)
+        return HostTable(rows, self.blocks_of_all_layers.on(device).unsqueeze(0), self._rows.dtype)
 
     def take(self, heads: Tensor, ids: Tensor, pin: bool = False) -> Tensor:
         """Copies rows `[n, 2, D]` of (head, id) pairs, int64 `[n]` each on the CPU, every id in [0, length).
@@ -161,7 +151,7 @@ class ZoneRows:
         (kv_heads, size, _, dim), dtype = self._rows.shape, self._rows.dtype
         out = staging((len(ids), 2, dim), dtype) if pin else torch.empty(len(ids), 2, dim, dtype=dtype, device="cpu")
         if len(ids):
-            rows, block = self._rows.rows, self._table.on(ids.device)[ids // size].long()
+            rows, block = self._rows.rows, self.blocks_of_all_layers.on(ids.device)[ids // size].long()
             if self._rows.small:
                 at = block, heads, ids % size
                 taken = SmallRows(rows.view(torch.uint8)[at].view(rows.dtype), scales_of(rows)[at], dtype)
@@ -213,4 +203,4 @@ class ZoneRows:
         for place in range(start // size, cdiv(stop, size)):
             begin, end = max(0, start - place * size), min(size, stop - place * size)
             if end > begin:
-                yield self._table.blocks[place], begin, end
+                yield self.blocks_of_all_layers.blocks[place], begin, end

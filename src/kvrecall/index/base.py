@@ -65,15 +65,10 @@ def with_statistics(shape: LayerShape, statistics: LayerStatistics | None) -> La
 class BlockSource(Protocol):
     """The blocks of one sequence of one layer, for an index that keeps its summaries in blocks of the same ids."""
 
-    @property
-    def layer(self) -> int:
-        """The layer's number."""
-        ...
-
-    @property
-    def blocks_of_all_layers(self) -> BlockTable:
-        """The block table of the sequence. It has room for a token before the token is appended to the index."""
-        ...
+    layer: int
+    """The layer's number."""
+    blocks_of_all_layers: BlockTable
+    """The block table of the sequence. It has room for a token before the token is appended to the index."""
 
 
 @dataclass(frozen=True)
