@@ -44,13 +44,13 @@ class Late:
     def __init__(self, stream: SideStream, number: int) -> None:
         self._stream, self._number = stream, number
 
-    def wait_on_device(self) -> None:
+    def wait(self, stream: None) -> None:
         self._stream.run(self._number)
 
-    def wait_on_host(self) -> None:
+    def synchronize(self) -> None:
         self._stream.run(self._number)
 
-    def arrived(self) -> bool:
+    def query(self) -> bool:
         return self._stream.done >= self._number
 
 
@@ -60,6 +60,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> SideStream:
     stream = SideStream()
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)
     monkeypatch.setattr("kvrecall.cache.block_rows.send", stream.send)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
     small_blocks(monkeypatch)
     poison(monkeypatch)
     return stream

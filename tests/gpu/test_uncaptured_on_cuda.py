@@ -268,7 +268,7 @@ def test_an_update_returns_before_its_rows_have_arrived() -> None:
     for _ in range(20):
         big @ big
     pool.append(rows)
-    assert pool._rows._pending is not None and not pool._rows._pending.arrived()
+    assert pool._rows._pending is not None and not pool._rows._pending.query()
     assert torch.equal(pool.gather(torch.arange(4096).expand(2, -1)), rows.cpu())
 
 

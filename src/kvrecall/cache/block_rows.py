@@ -12,7 +12,7 @@ from threading import RLock
 import torch
 from torch import Tensor
 
-from kvrecall.cache.copies import Pending, send
+from kvrecall.cache.copies import send
 from kvrecall.cache.device_memory import DeviceRegion, free_device_bytes, region, room_for_rows, total_bytes
 from kvrecall.cache.host_memory import Region, available_host_bytes, total_host_bytes
 from kvrecall.core.errors import DeviceError, HostMemoryError
@@ -187,7 +187,7 @@ class BlockRows(BlockMemory):
         self.block_size, self.device = block_size, device
         near = self._reserved_near() if on_device else None
         self._place = self._reserved() if near is None else _Place(near, True)
-        self._pending: Pending | None = None  # the last copy from the GPU; copies arrive in order
+        self._pending: torch.cuda.Event | None = None  # the end of the last copy from the GPU; copies arrive in order
 
     @property
     def tensor(self) -> Tensor:
@@ -339,10 +339,10 @@ class BlockRows(BlockMemory):
         pending = self._pending
         if pending is None:
             return
-        if on_device and not pending.arrived():
-            pending.wait_on_device()
+        if on_device and not pending.query():
+            pending.wait(torch.cuda.current_stream(self.device))
             return
-        pending.wait_on_host()
+        pending.synchronize()
         with self._lock:
             if self._pending is pending:
                 self._pending = None

@@ -189,29 +189,9 @@ def rotate(
         here.wait_stream(stream)
 
 
-class Pending:
-    """The last copy to one memory. Immutable, so forks may share it."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._device, self._done = stream.device, torch.cuda.Event()
-        self._done.record(stream)
-
-    def wait_on_device(self) -> None:
-        """Makes the GPU's current stream wait for the copy; the host goes on."""
-        torch.cuda.current_stream(self._device).wait_event(self._done)
-
-    def wait_on_host(self) -> None:
-        """Returns when the rows have arrived."""
-        self._done.synchronize()
-
-    def arrived(self) -> bool:
-        """Whether the copy is done."""
-        return self._done.query()
-
-
-def send(rows: StoredRows, target: StoredRows) -> Pending:
+def send(rows: StoredRows, target: StoredRows) -> torch.cuda.Event:
     """Starts copying rows `[H_kv, n, 2, D]` of a GPU into host memory of the same shape and form, after the earlier work of its
-    current stream.
+    current stream. Returns the event of its end.
 
     The rows must not be written to afterwards; their memory is kept until the copy is done. The target's is not: see
     `copy_heads`.
@@ -223,7 +203,9 @@ def send(rows: StoredRows, target: StoredRows) -> Pending:
         copy_heads(rows, target)
     for part in (rows,) if isinstance(rows, Tensor) else (rows.numbers, rows.scales):
         part.record_stream(stream)
-    return Pending(stream)
+    done = torch.cuda.Event()
+    done.record(stream)
+    return done
 
 
 def bring(block: StoredRows, device: torch.device) -> Tensor:

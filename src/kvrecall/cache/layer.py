@@ -62,12 +62,12 @@ class DevicePool:
         """Adds one token to every sequence (those marked valid): keys, values `[B, H_kv, 1, D]`."""
         if valid is None and len(set(self.lengths)) == 1:
             at = self.lengths[0]
-            self._ensure(at + 1)
+            self.make_room(at + 1)
             self._kv[:, :, at, 0] = keys[:, :, 0]
             self._kv[:, :, at, 1] = values[:, :, 0]
             self.lengths = [at + 1] * len(self.lengths)
             return
-        self._ensure(max(self.lengths) + 1)
+        self.make_room(max(self.lengths) + 1)
         for b, at in enumerate(self.lengths):
             if valid is None or valid[b]:
                 self._kv[b, :, at, 0] = keys[b, :, 0]
@@ -77,13 +77,9 @@ class DevicePool:
     def replace(self, sequence: int, start: int, rows: Tensor) -> None:
         """Replaces everything after the first `start` rows by `rows` `[H_kv, n, 2, D]`, which must not alias the pool."""
         end = start + rows.shape[1]
-        self._ensure(end)
+        self.make_room(end)
         self._kv[sequence, :, start:end] = rows
         self.lengths[sequence] = end
-
-    def make_room(self, tokens: int) -> None:
-        """Allocates room for `tokens` more rows per sequence, so that storing them cannot run out of memory."""
-        self._ensure(tokens)
 
     def select(self, sequences: list[int]) -> DevicePool:
         """A new pool whose sequence i is this one's `sequences[i]`. Pools of the same sequences share rows until one of them
@@ -104,8 +100,8 @@ class DevicePool:
             return torch.full((len(self.lengths),), first, dtype=torch.int32, device=device)
         return sent_integers(self.lengths, device)
 
-    def _ensure(self, tokens: int) -> None:
-        """Ensures unshared rows with room for `tokens` tokens."""
+    def make_room(self, tokens: int) -> None:
+        """Ensures unshared rows with room for `tokens` tokens, so that storing them cannot run out of memory."""
         room = self._kv.shape[2]
         if tokens > room:
             with lasting_tensors():
@@ -146,8 +142,9 @@ class LayerStore:
         self.resident = DevicePool(sequences, heads, sizes.resident_capacity, dim, dtype, device)
         tables = block_tables(sequences, device) if tables is None else tables
         self._layer, self._row, self._small = layer, (heads, dim, dtype, device), small
-        self._rows = self._memory(tables[0].pool, on_device)
-        self.host = [ZoneRows(layer, self._rows, table) for table in tables]
+        self.memory = self._memory(tables[0].pool, on_device)
+        """The memory of the layer's rows; holding it keeps the address valid."""
+        self.host = [ZoneRows(layer, self.memory, table) for table in tables]
         self._mark: StoreMark | None = None
         self._step: StoreMark | None = None  # of the current decode step
         self._whole: tuple[list[Tensor], list[int], Tensor, Tensor] | None = None  # see `whole_zones`
@@ -160,17 +157,17 @@ class LayerStore:
     @property
     def on_device(self) -> bool:
         """Whether the rows of the retrieval zone lie on the device."""
-        return self._rows.on_device
+        return self.memory.on_device
 
     @property
     def rows(self) -> Tensor:
         """All blocks of the layer in place, `[blocks, H_kv, block_size, 2, D]`; see `BlockRows.rows`."""
-        return self._rows.rows
+        return self.memory.rows
 
     @property
     def small(self) -> bool:
         """Whether the rows of the retrieval zone are in eight bits."""
-        return self._rows.small
+        return self.memory.small
 
     def as_stored(self, rows: Tensor) -> Tensor:
         """Rows or keys `[…, D]` as they are read back from the retrieval zone."""
@@ -184,7 +181,7 @@ class LayerStore:
         """
         if on_device == self.on_device:
             return
-        before, blocks = self._rows, sorted({block for zone in self.host for block in zone.held_blocks})
+        before, blocks = self.memory, sorted({block for zone in self.host for block in zone.held_blocks})
         rows = self._memory(self.host[0].blocks_of_all_layers.pool, on_device)
         if rows.on_device != on_device or not rows.offer(max(blocks, default=-1) + 1):
             return
@@ -192,12 +189,12 @@ class LayerStore:
         for block in blocks:
             rows.store(rows.stored(wide(before.block(block, 0, before.block_size))), block, 0)
         rows.arrive()
-        self._rows, self.host = rows, [zone.placed(rows) for zone in self.host]
+        self.memory, self.host = rows, [zone.placed(rows) for zone in self.host]
 
     def whole_zones(self, sequences: list[int]) -> tuple[HostTable, Tensor]:
         """(addresses of the retrieval zones' rows for the layer's device, their numbers int32 `[B]`), for one attention to all.
         The number is 0 for sequences that are not named. Cached until something changes."""
-        device = self._rows.device
+        device = self.memory.device
         own = [zone.blocks_of_all_layers.on(device) for zone in self.host]
         lengths = [zone.length if b in sequences else 0 for b, zone in enumerate(self.host)]
         known = self._whole
@@ -205,29 +202,24 @@ class LayerStore:
         if known is None or not same or known[1] != lengths:
             blocks = known[2] if known is not None and same else stacked_blocks(own)
             known = self._whole = own, lengths, blocks, sent_integers(lengths, device)
-        return HostTable(self._rows.rows, known[2], self._rows.dtype), known[3]
+        return HostTable(self.memory.rows, known[2], self.memory.dtype), known[3]
 
     @property
     def pinned(self) -> bool:
         """Whether a GPU can read the host's rows in place."""
-        return self._rows.pinned
+        return self.memory.pinned
 
     def reach(self, tokens: int) -> HostTable:
         """Makes room for `tokens` tokens in every retrieval zone, with unshared blocks from the next token of any layer on.
         Returns the addresses for the device. Blocks do not change unless something is cropped. Waits for copies in flight."""
         for rows in self.host:
             rows.reach(tokens, every_layer=True)
-        self._rows.arrive()
-        return self.on_host(stacked([rows.blocks_of_all_layers for rows in self.host], self._rows.device))
+        self.memory.arrive()
+        return self.on_host(stacked([rows.blocks_of_all_layers for rows in self.host], self.memory.device))
 
     def on_host(self, blocks: Tensor) -> HostTable:
         """Addresses of the layer's rows for the device. blocks: int32 `[B, W]`, the sequences' blocks."""
-        return HostTable(self._rows.rows, blocks, self._rows.dtype)
-
-    @property
-    def memory(self) -> BlockRows:
-        """The memory of the layer's rows; holding it keeps the address valid."""
-        return self._rows
+        return HostTable(self.memory.rows, blocks, self.memory.dtype)
 
     @property
     def pool(self) -> BlockPool:
@@ -407,10 +399,6 @@ class LayerStore:
         """Keys `[H_kv, n, D]` of sink and window of one sequence, each with the position of its first."""
         zones, keys = self.zones(sequence), self.resident.view(sequence)[:, :, 0]
         return [(keys[:, : zones.sink], 0), (keys[:, zones.sink :], zones.sink + zones.retrieval)]
-
-    def resident_rows(self) -> Rows:
-        """Sink + local + buffer of all sequences, for attention."""
-        return self.resident.rows()
 
 
 def _joined(zone: ZoneRows, tokens: int) -> Iterator[Tensor]:

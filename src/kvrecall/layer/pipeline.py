@@ -92,7 +92,7 @@ def _step(
     asked = HostCopy(of_sequences(searching, queries)) if searching and layer.method.attends_on_host else None
     end_search = _start_search(layer, searching, queries, params)
     with layer.clock("attend"):
-        parts = [attend_rows(queries, layer.store.resident_rows(), params.scaling, params.softcap)]
+        parts = [attend_rows(queries, layer.store.resident.rows(), params.scaling, params.softcap)]
     if layer.store.on_device:
         parts += _attend_near(layer, whole, queries, params)
     else:

@@ -10,8 +10,6 @@ list of the query: as torch functions it would be some forty small parallel regi
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 from numba import njit, prange
@@ -80,28 +78,14 @@ def score_rows(queries: Tensor, table: HostTable, ids: Tensor, counts: Tensor) -
     return torch.from_numpy(scores)
 
 
-class Found(NamedTuple):
-    """What a rerank found.
-
-    scores: fp32 `[H_kv, G, R]`, exact inner products, -inf for padding. lse: fp32 `[H_kv, G]`, of the scores times scaling.
-    best: (ids int32 `[H_kv, K]` ascending, padded with -1; counts int32 `[H_kv]`), the selection.
-    listed: (ids int32 `[H_kv, rho]` ascending, padded with -1; fp32 `[H_kv, rho]`, padded with -inf), the ids with the largest
-    log softmax, largest over the group.
-    """
-
-    scores: Tensor
-    lse: Tensor
-    best: tuple[Tensor, Tensor]
-    listed: tuple[Tensor, Tensor]
-
-
 @few_threads()
 def rerank(
     queries: Tensor, table: HostTable, ids: Tensor, counts: Tensor, k: int, list_tokens: int, mode: str, scaling: float,
     barred: Tensor | None,
-) -> Found:  # fmt: skip
-    """Scores the rows of ids as `score_rows`; selects the k best ids without `barred` (ascending int `[H_kv, m]`), ranked as
-    `select.gqa.reduce_scores` does, ties to the lower id; and lists the best `list_tokens`. mode: one of `MODES`."""
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:  # fmt: skip
+    """(scores, lse, best, listed), see `rerank.Rerank`. Scores the rows of ids as `score_rows`; selects the k best ids without
+    `barred` (ascending int `[H_kv, m]`), ranked as `select.gqa.reduce_scores` does, ties to the lower id; and lists the best
+    `list_tokens`. mode: one of `MODES`."""
     heads, longest = ids.shape
     scores, peaks, sums = _scratch(queries, ids)
     best, kept = np.full((heads, min(k, longest)), -1, np.int32), np.zeros(heads, np.int32)
@@ -114,7 +98,7 @@ def rerank(
     )  # fmt: skip
     best = best[:, : int(kept.max()) if heads else 0]
     made = [torch.from_numpy(x) for x in (scores, lse, best, kept, listed, ranked)]
-    return Found(made[0], made[1], (made[2], made[3]), (made[4], made[5]))
+    return made[0], made[1], (made[2], made[3]), (made[4], made[5])
 
 
 def _scratch(queries: Tensor, ids: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

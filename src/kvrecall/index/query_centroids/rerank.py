@@ -19,14 +19,14 @@ from kvrecall.select.topk import union_rows
 
 @dataclass(frozen=True)
 class Rerank:
-    """ids: int32 `[H_kv, R]`, the recalled ids, padded with -1. scores: fp32 `[H_kv, G, R]`, exact inner products, -inf for
-    padding. lse: fp32 `[H_kv, G]`, log-sum-exp of the logits.
+    """scores: fp32 `[H_kv, G, R]`, exact inner products of the recalled ids, -inf for padding. lse: fp32 `[H_kv, G]`,
+    log-sum-exp of the logits.
 
-    best: (ids int32 `[H_kv, K]` ascending, padded; counts int32 `[H_kv]`), the selection. listed: (ids int32 `[H_kv, rho]`
-    ascending, padded; their largest log share of the group, fp32 `[H_kv, rho]`, padded with -inf), what a centroid would list.
+    best: (ids int32 `[H_kv, K]` ascending, padded with -1; counts int32 `[H_kv]`), the selection. listed: (ids int32
+    `[H_kv, rho]` ascending, padded; their largest log share of the group, fp32 `[H_kv, rho]`, padded with -inf), what a
+    centroid would list.
     """
 
-    ids: Tensor
     scores: Tensor
     lse: Tensor
     best: tuple[Tensor, Tensor]
@@ -72,7 +72,7 @@ def rerank(
 
         if mode in cpu.MODES:
             found = cpu.rerank(queries, table, ids, counts, budget.top_k, list_tokens, mode, budget.scaling, barred)
-            return Rerank(ids, found.scores, found.lse, found.best, found.listed)
+            return Rerank(*found)
         scores = cpu.score_rows(queries, table, ids, counts)
     elif kernels_available(device) and (table := source.table(device)) is not None:
         from kvrecall.index.query_centroids import kernels
@@ -92,7 +92,7 @@ def rerank(
     best = union_rows(picked, cut=ids.device.type == "cpu")
     lse = torch.logsumexp(scores * budget.scaling, -1)
     listed = _listed(ids, scores, lse, list_tokens, budget.scaling)
-    return Rerank(ids, scores, lse, best, listed)
+    return Rerank(scores, lse, best, listed)
 
 
 def _listed(ids: Tensor, scores: Tensor, lse: Tensor, list_tokens: int, scaling: float) -> tuple[Tensor, Tensor]:
