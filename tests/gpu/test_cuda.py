@@ -39,7 +39,7 @@ def pinned_region(tokens: int) -> Region:
     """All of it given: rows of 256 bytes, page-locked in three pieces."""
     region = Region((tokens, 2, 64), torch.bfloat16, torch.device("cuda"))
     for pieces in (tokens // 3, tokens // 2, tokens):
-        region.give(pieces)
+        region.commit(pieces)
     return region
 
 
@@ -175,7 +175,7 @@ def test_a_captured_decode_finds_announced_memory_large_enough() -> None:
         found = []
         for state in (layer.state for layer in cache.retrieval_layers):
             assert state is not None and isinstance(state.index, SphereIndex)
-            table = state.store.reach(1)
+            table = state.store.ensure_blocks(1)
             found += [state.index.pages.tensor.data_ptr(), table.rows.data_ptr(), *table.blocks.flatten().tolist()]
         return found
 

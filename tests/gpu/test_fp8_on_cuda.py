@@ -11,7 +11,7 @@ import torch
 import kvrecall
 from kvrecall import RetrievalCache, engine
 from kvrecall.attend import attend_rows, reference
-from kvrecall.cache.copies import bring, prefetch_pieces, read_keys
+from kvrecall.cache.copies import prefetch_pieces, read_keys, rows_to_device
 from kvrecall.core.fp8 import SmallRows, as_stored, quantised
 from kvrecall.core.structs import HostRows, Rows
 from kvrecall.fetch import Direct, Staged, fetch_rows
@@ -47,7 +47,7 @@ def test_rows_of_a_zone(dim: int, dtype: str) -> None:
     """Bit for bit those of the CPU, by whatever way they come back."""
     pool, back = zone(dim, DTYPES[dtype], spread=2.0)
     assert torch.equal(torch.cat(list(pool.blocks()), 1), back)
-    near = [bring(block, CUDA) for block in pool.stored()]
+    near = [rows_to_device(block, CUDA) for block in pool.stored()]
     assert all(block.is_cuda for block in near) and torch.equal(torch.cat(near, 1).cpu(), back)
     keys = torch.empty(3, 400, dim, dtype=DTYPES[dtype], device=CUDA)
     read_keys(pool, 61, keys)

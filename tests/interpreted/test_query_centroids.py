@@ -72,8 +72,8 @@ def test_a_query_without_a_direction_recalls_lists_that_exist(value: float) -> N
 @pytest.mark.parametrize("first_always", [90, 100, 0])
 def test_distinct(first_always: int) -> None:
     ids = torch.randint(-1, 90, (3, 2, 20), generator=generator(1), dtype=torch.int32)
-    barred = torch.tensor([[3, 50, 95]] * 3, dtype=torch.int32)
-    for without in (None, barred):
+    excluded = torch.tensor([[3, 50, 95]] * 3, dtype=torch.int32)
+    for without in (None, excluded):
         found, counts = reference.distinct(ids, 100, first_always, without)
         expected, wanted = cpu.distinct(ids, 100, first_always, without)
         assert torch.equal(counts, wanted)

@@ -113,7 +113,7 @@ def _touch(layer: LayerState, where: str) -> None:
     if where == "truncate":
         layer.crop(0, 30)
     elif where == "learn":
-        layer.learn([0])
+        layer.after_attention([0])
     elif where == "append":
         layer.absorb(0, torch.zeros(2, 1, 2, 64))
     else:

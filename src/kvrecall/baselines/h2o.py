@@ -32,7 +32,7 @@ class AccumulatedConfig(IndexConfig):
     """gqa: "per_head" drops per query head; all others add up the attention of a group's heads, and drop per KV head."""
 
     name: ClassVar[str] = "accumulated"
-    watches: ClassVar[bool] = True
+    observes_attention: ClassVar[bool] = True
 
     def build(self, shape: LayerShape) -> AccumulatedIndex:
         return AccumulatedIndex(shape, self)
@@ -46,7 +46,7 @@ class AccumulatedIndex(TokenIndex):
     rebuilt, by a fork or after an error, knows only the observed queries."""
 
     of_sequence = (*TokenIndex.of_sequence, "_offset", "_found")
-    watches = True
+    observes_attention = True
 
     def __init__(self, shape: LayerShape, config: AccumulatedConfig) -> None:
         super().__init__(shape, config)
@@ -109,27 +109,27 @@ class AccumulatedIndex(TokenIndex):
         return scores if self._gqa == "per_head" else scores.double().sum(1, keepdim=True).float()
 
     def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
-        """Also remembers which tokens are kept, for `learn`."""
+        """Also remembers which tokens are kept, for `after_attention`."""
         for b in sequences:
-            ranked, barred = self.rank(queries, b, budget.scaling), self.excluded[b]
+            ranked, excluded = self.rank(queries, b, budget.scaling), self.excluded[b]
             kept = torch.zeros_like(ranked, dtype=torch.bool)
             top_k = budget.top_k
-            if barred is not None:
-                at = barred.long().unsqueeze(1).expand(-1, ranked.shape[1], -1)
+            if excluded is not None:
+                at = excluded.long().unsqueeze(1).expand(-1, ranked.shape[1], -1)
                 ranked, kept = ranked.scatter(-1, at, float("-inf")), kept.scatter(-1, at, True)
             order = torch.sort(ranked, dim=-1, descending=True, stable=True).indices[..., :top_k]
             kept = kept.scatter(-1, order, True) & (ranked.isfinite() | kept)
             self._found[b] = kept, ranked.shape[-1]
         return super().search(queries, budget, sequences)
 
-    def learn(self, sequences: list[int]) -> None:
+    def after_attention(self, sequences: list[int]) -> None:
         """Drops the tokens that the last search left out; tokens that came since stay."""
         for b in sequences:
             found = self._found[b]
             if found is not None:
                 self._left.writable(b)[:, : found[1]] &= found[0].transpose(1, 2)
 
-    def watch(
+    def observe_attention(
         self, sequence: int, observed: ObservedQueries, resident: list[tuple[Tensor, int]], offset: int, scaling: float,
         attended: Tensor | None = None,
     ) -> None:  # fmt: skip

@@ -103,7 +103,7 @@ class MilestoneIndex(PageIndex):
                     own.refuse("next_known", "tokens of pages with times", known)
                 self._next[b] = found, known
 
-    def learn(self, sequences: list[int]) -> None:
+    def after_attention(self, sequences: list[int]) -> None:
         """Takes over the times after the last search."""
         for b in sequences:
             after = self._next[b]

@@ -12,7 +12,7 @@ from threading import RLock
 import torch
 from torch import Tensor
 
-from kvrecall.cache.copies import send
+from kvrecall.cache.copies import rows_to_host
 from kvrecall.cache.device_memory import DeviceRegion, free_device_bytes, region, room_for_rows, total_bytes
 from kvrecall.cache.host_memory import Region, available_host_bytes, total_host_bytes
 from kvrecall.core.errors import DeviceError, HostMemoryError
@@ -29,18 +29,18 @@ _SLAB_BYTES = 4 << 20
 _warned = False
 
 
-def _give_on_host(region: Region | DeviceRegion, blocks: int, tokens: int, fill: Callable[[], None] | None = None) -> None:
-    """Gives memory to the first `blocks` pieces of host memory; fill: see `Region.give`. Raises HostMemoryError, which names
+def _commit_on_host(region: Region | DeviceRegion, blocks: int, tokens: int, fill: Callable[[], None] | None = None) -> None:
+    """Gives memory to the first `blocks` pieces of host memory; fill: see `Region.commit`. Raises HostMemoryError, which names
     the number of tokens that the memory is for, before anything changes."""
     need, available = region.missing(blocks), available_host_bytes()
     if blocks > region.most or need > available:
         raise HostMemoryError(need, available, tokens)
     if fill is not None:
         assert isinstance(region, Region)
-        region.give(blocks, fill)
+        region.commit(blocks, fill)
         return
     try:
-        region.give(blocks)
+        region.commit(blocks)
     except (OSError, MemoryError) as error:
         raise HostMemoryError(need, available, tokens) from error
 
@@ -64,7 +64,7 @@ class BlockMemory(ABC):
         """Its memory if it is host memory, else None."""
 
     @abstractmethod
-    def give(self, blocks: int) -> None:
+    def commit(self, blocks: int) -> None:
         """Gives memory to the blocks below id `blocks`; raises and changes nothing if memory is short."""
 
     @abstractmethod
@@ -76,20 +76,20 @@ class BlockMemory(ABC):
         """A copy of a block on the CPU. The block is number `place` of a sequence; what does not belong to the sequence's first
         `tokens` tokens is zero."""
 
-    def admit(self, blocks: int, fill: Callable[[], None], mapped: bool = False) -> None:
+    def load(self, blocks: int, fill: Callable[[], None], mapped: bool = False) -> None:
         """Gives memory to the blocks below id `blocks`, in an empty memory, and calls `fill` to write them. mapped: `fill` maps
-        them from a file instead, so that they take no memory. Raises as `give`."""
+        them from a file instead, so that they take no memory. Raises as `commit`."""
         with self._lock:
             region = self.region
             if region is None:
-                self.give(blocks)
+                self.commit(blocks)
                 fill()
                 return
             if mapped:
                 fill()
                 region.mapped(blocks)
             else:
-                _give_on_host(region, blocks, blocks * self.block_size, fill)
+                _commit_on_host(region, blocks, blocks * self.block_size, fill)
             self._count(blocks)
 
 
@@ -118,23 +118,23 @@ class BlockBytes(BlockMemory):
         """How many blocks have memory: those below this id."""
         return self._blocks
 
-    def give(self, blocks: int) -> None:
+    def commit(self, blocks: int) -> None:
         """Gives memory to the blocks below id `blocks`. If memory is short, changes nothing and raises torch.OutOfMemoryError
         on a GPU, HostMemoryError on a CPU."""
         if blocks > self._blocks:
             with self._lock:
-                self._give(blocks)
+                self._commit(blocks)
 
-    def _give(self, blocks: int) -> None:
+    def _commit(self, blocks: int) -> None:
         if blocks <= self._blocks:
             return
         wanted = max(blocks, min(self._region.most, self._blocks + cdiv(_SLAB_BYTES, self.block_bytes)))
         if self.tensor.device.type == "cpu":
-            _give_on_host(self._region, wanted, (wanted - self._blocks) * self.block_size)
+            _commit_on_host(self._region, wanted, (wanted - self._blocks) * self.block_size)
         elif wanted > self._region.most:
             raise torch.OutOfMemoryError(f"CUDA out of memory: {wanted:,} blocks of {self.block_bytes:,} bytes")
         else:
-            self._region.give(wanted)
+            self._region.commit(wanted)
         self._blocks = wanted
 
     def _count(self, blocks: int) -> None:
@@ -148,7 +148,7 @@ class BlockBytes(BlockMemory):
         """Copies all bytes of a block, over whose parts its tokens are spread; does nothing for blocks that this layer has
         never used."""
         if source < self._blocks:
-            self.give(target + 1)
+            self.commit(target + 1)
             self.tensor[target].copy_(self.tensor[source])
 
 
@@ -242,42 +242,42 @@ class BlockRows(BlockMemory):
         where = self._place.region
         return where.pinned if isinstance(where, Region) else True
 
-    def give(self, blocks: int) -> None:
+    def commit(self, blocks: int) -> None:
         """Gives memory to the blocks below id `blocks`. If the device refuses, all rows move to the host.
 
         Raises HostMemoryError, and changes nothing, if host memory is short.
         """
         if blocks > self._place.blocks:
             with self._lock:
-                if not self.offer(blocks):
+                if not self.try_commit(blocks):
                     self._move(blocks)
 
-    def offer(self, blocks: int) -> bool:
-        """As `give`, but if the device refuses, returns False and moves nothing."""
+    def try_commit(self, blocks: int) -> bool:
+        """As `commit`, but if the device refuses, returns False and moves nothing."""
         with self._lock:
             place = self._place
             if blocks > place.blocks:
                 if not place.on_device:
-                    self._give(place, blocks)
-                elif not self._give_near(place, blocks):
+                    self._commit(place, blocks)
+                elif not self._commit_on_device(place, blocks):
                     return False
             return True
 
-    def _give(self, place: _Place, blocks: int) -> None:
-        """`give` for host memory."""
+    def _commit(self, place: _Place, blocks: int) -> None:
+        """`commit` for host memory."""
         wanted = max(blocks, place.blocks + cdiv(_SLAB_TOKENS, self.block_size))
         if wanted > place.region.most or place.region.missing(wanted) > available_host_bytes():
             wanted = blocks
-        _give_on_host(place.region, wanted, (wanted - place.blocks) * self.block_size)
+        _commit_on_host(place.region, wanted, (wanted - place.blocks) * self.block_size)
         place.blocks = wanted
 
-    def _give_near(self, place: _Place, blocks: int) -> bool:
-        """`give` for device memory; returns whether there was enough."""
+    def _commit_on_device(self, place: _Place, blocks: int) -> bool:
+        """`commit` for device memory; returns whether there was enough."""
         for wanted in (max(blocks, place.blocks + cdiv(_SLAB_TOKENS, self.block_size)), blocks):
             if wanted > place.region.most or place.region.missing(wanted) > room_for_rows(self.device):
                 continue
             try:
-                place.region.give(wanted)
+                place.region.commit(wanted)
             except (torch.OutOfMemoryError, OSError, MemoryError):
                 continue
             place.blocks = wanted
@@ -287,7 +287,7 @@ class BlockRows(BlockMemory):
     def _move(self, blocks: int) -> None:
         """Moves all rows to the host, with room for `blocks` blocks."""
         near, far = self._place, self._reserved()
-        self._give(far, max(blocks, near.blocks))
+        self._commit(far, max(blocks, near.blocks))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # streams of other threads may still write
         for block in range(near.blocks):
@@ -299,7 +299,7 @@ class BlockRows(BlockMemory):
     def cleared(self, block: int, place: int, tokens: int) -> Tensor:
         """A copy of a block on the CPU, `[H_kv, block_size, 2, D]`, or uint8 `[n]` in eight bits. The block is number `place`
         of a sequence; rows that do not belong to the sequence's first `tokens` tokens are zero."""
-        self.arrive()
+        self.wait()
         held = min(self.block_size, tokens - place * self.block_size)
         if held == self.block_size:
             return self.tensor[block].cpu()
@@ -327,14 +327,14 @@ class BlockRows(BlockMemory):
         if source >= self._place.blocks:
             return
         with self._lock:
-            self.give(target + 1)
-            self.arrive()
+            self.commit(target + 1)
+            self.wait()
             # Kernels may still read the target's old content. On the device the stream's order is enough.
             if not self.on_device and self.device.type == "cuda" and torch.cuda.is_initialized():
                 torch.cuda.current_stream(self.device).synchronize()
             _copy(self.block(source, 0, tokens), self.block(target, 0, tokens))
 
-    def arrive(self, on_device: bool = False) -> None:
+    def wait(self, on_device: bool = False) -> None:
         """Waits for copies, so that the CPU, or the GPU's current stream, may read rows."""
         pending = self._pending
         if pending is None:
@@ -356,7 +356,7 @@ class BlockRows(BlockMemory):
             rows = rows if self.small else wide(rows)
             target = self.block(block, offset, offset + (rows.shape[1] if isinstance(rows, Tensor) else rows.tokens))
             if rows.is_cuda and not self.on_device:
-                self._pending = send(rows, target)
+                self._pending = rows_to_host(rows, target)
             else:
                 _copy(rows, target)
 

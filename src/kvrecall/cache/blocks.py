@@ -155,7 +155,7 @@ class BlockTable:
     def __del__(self) -> None:
         self.pool.release(self.blocks)
 
-    def hold(self, layer: int, tokens: int) -> None:
+    def set_length(self, layer: int, tokens: int) -> None:
         """Records that a layer holds `tokens` tokens."""
         self.lengths[layer] = tokens
         if self.unchanged.get(layer, 0) > tokens:
@@ -165,7 +165,7 @@ class BlockTable:
         """Records that the current content has been saved."""
         self.unchanged = dict(self.lengths)
 
-    def reach(self, start: int, stop: int) -> list[int]:
+    def ensure_blocks(self, start: int, stop: int) -> list[int]:
         """The blocks of tokens start .. stop - 1 for writing: shared ones are copied, missing ones are taken."""
         size = self.pool.block_size
         while len(self.blocks) * size < stop:
@@ -181,7 +181,7 @@ class BlockTable:
                 self.pool.release([block])
         return self.blocks[start // size : cdiv(stop, size)]
 
-    def trim(self) -> None:
+    def release_unused(self) -> None:
         """Gives up the blocks in which no layer holds a token."""
         held = self._held()
         if held < len(self.blocks):

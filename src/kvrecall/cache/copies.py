@@ -1,7 +1,7 @@
 """Copies of rows between the host and a GPU, on streams of their own: the host does not wait.
 
-Rows to the host (`send`): readers wait for the copy's event first, a GPU's stream or the CPU. Rows and keys from the host come
-in pieces (`rotate`): while one is used, the next are copied.
+Rows to the host (`rows_to_host`): readers wait for the copy's event first, a GPU's stream or the CPU. Rows and keys from the
+host come in pieces (`rotate`): while one is used, the next are copied.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def rotate(
     """
     stream, here, sent = _reading(device), torch.cuda.current_stream(device), list[torch.cuda.Event]()
 
-    def send(number: int) -> None:
+    def start(number: int) -> None:
         if number < pieces:
             stream.wait_stream(here)  # readers of the old content
             with torch.cuda.stream(stream):
@@ -179,17 +179,17 @@ def rotate(
         for number in range(pieces):
             here.wait_event(sent[number])
             yield take(number)
-            send(number + places)  # what it yields may be a view of the buffer, so the next piece comes behind its reader
+            start(number + places)  # what it yields may be a view of the buffer, so the next piece comes behind its reader
 
     try:
         for number in range(places):
-            send(number)
+            start(number)
         yield taken()
     finally:
         here.wait_stream(stream)
 
 
-def send(rows: StoredRows, target: StoredRows) -> torch.cuda.Event:
+def rows_to_host(rows: StoredRows, target: StoredRows) -> torch.cuda.Event:
     """Starts copying rows `[H_kv, n, 2, D]` of a GPU into host memory of the same shape and form, after the earlier work of its
     current stream. Returns the event of its end.
 
@@ -208,7 +208,7 @@ def send(rows: StoredRows, target: StoredRows) -> torch.cuda.Event:
     return done
 
 
-def bring(block: StoredRows, device: torch.device) -> Tensor:
+def rows_to_device(block: StoredRows, device: torch.device) -> Tensor:
     """Rows `[H_kv, n, 2, D]` in the model's dtype on the device; from the host by `copy_heads`, whose rule for the host's
     memory holds. Rows in eight bits are widened on the device."""
     if isinstance(block, SmallRows):

@@ -63,7 +63,7 @@ class DeviceRegion:
         has no virtual memory management, torch.OutOfMemoryError if there is no memory for the first bytes."""
         self._device, self._piece = device, prod(shape[1:]) * dtype.itemsize
         self._mapping = _Mapping(prod(shape) * dtype.itemsize, device)
-        self._mapping.give(1)  # torch asks the driver for the device of an address, which needs memory there
+        self._mapping.commit(1)  # torch asks the driver for the device of an address, which needs memory there
         with lasting_tensors():
             whole = torch.as_tensor(self._mapping, device=device)
             self.tensor = whole[: prod(shape) * dtype.itemsize].view(dtype).view(shape)
@@ -78,9 +78,9 @@ class DeviceRegion:
         """Bytes that the first `pieces` still need."""
         return self._mapping.missing(pieces * self._piece)
 
-    def give(self, pieces: int) -> None:
+    def commit(self, pieces: int) -> None:
         """Gives memory to the first `pieces`. Raises torch.OutOfMemoryError; earlier pieces stay usable."""
-        self._mapping.give(pieces * self._piece)
+        self._mapping.commit(pieces * self._piece)
 
 
 def region(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Region | DeviceRegion:
@@ -143,7 +143,7 @@ class _Mapping:
     def missing(self, count: int) -> int:
         return max(0, -(-count // self._step) * self._step - self._given)
 
-    def give(self, count: int) -> None:
+    def commit(self, count: int) -> None:
         more = self.missing(count)
         if not more:
             return

@@ -72,7 +72,7 @@ class Region:
         """Bytes that the first `pieces` still need."""
         return max(0, -(-pieces // self._step) * self._step * self._piece - self._given)
 
-    def give(self, pieces: int, fill: Callable[[], None] | None = None) -> None:
+    def commit(self, pieces: int, fill: Callable[[], None] | None = None) -> None:
         """Gives memory to the first `pieces`. fill: writes all new pieces, so that they need not be touched before."""
         start, count = self._given, self.missing(pieces)
         if not count:

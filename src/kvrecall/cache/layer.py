@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvrecall.cache.block_rows import BlockRows
 from kvrecall.cache.blocks import BlockPool, BlockTable, block_tables, stacked, stacked_blocks
-from kvrecall.cache.copies import Taken, bring, prefetch_pieces
+from kvrecall.cache.copies import Taken, prefetch_pieces, rows_to_device
 from kvrecall.cache.zone_rows import ZoneRows
 from kvrecall.cache.zones import ZoneLengths, ZoneSizes
 from kvrecall.core.fp8 import StoredRows, as_stored, wide
@@ -182,20 +182,20 @@ class LayerStore:
         if on_device == self.on_device:
             return
         before, blocks = self.memory, sorted({block for zone in self.host for block in zone.held_blocks})
-        rows = self._memory(self.host[0].blocks_of_all_layers.pool, on_device)
-        if rows.on_device != on_device or not rows.offer(max(blocks, default=-1) + 1):
+        rows = self._memory(self.host[0].block_table.pool, on_device)
+        if rows.on_device != on_device or not rows.try_commit(max(blocks, default=-1) + 1):
             return
-        before.arrive()
+        before.wait()
         for block in blocks:
             rows.store(rows.stored(wide(before.block(block, 0, before.block_size))), block, 0)
-        rows.arrive()
+        rows.wait()
         self.memory, self.host = rows, [zone.placed(rows) for zone in self.host]
 
     def whole_zones(self, sequences: list[int]) -> tuple[HostTable, Tensor]:
         """(addresses of the retrieval zones' rows for the layer's device, their numbers int32 `[B]`), for one attention to all.
         The number is 0 for sequences that are not named. Cached until something changes."""
         device = self.memory.device
-        own = [zone.blocks_of_all_layers.on(device) for zone in self.host]
+        own = [zone.block_table.on(device) for zone in self.host]
         lengths = [zone.length if b in sequences else 0 for b, zone in enumerate(self.host)]
         known = self._whole
         same = known is not None and len(own) == len(known[0]) and all(map(is_, own, known[0]))
@@ -209,13 +209,13 @@ class LayerStore:
         """Whether a GPU can read the host's rows in place."""
         return self.memory.pinned
 
-    def reach(self, tokens: int) -> HostTable:
+    def ensure_blocks(self, tokens: int) -> HostTable:
         """Makes room for `tokens` tokens in every retrieval zone, with unshared blocks from the next token of any layer on.
         Returns the addresses for the device. Blocks do not change unless something is cropped. Waits for copies in flight."""
         for rows in self.host:
-            rows.reach(tokens, every_layer=True)
-        self.memory.arrive()
-        return self.on_host(stacked([rows.blocks_of_all_layers for rows in self.host], self.memory.device))
+            rows.ensure_blocks(tokens, every_layer=True)
+        self.memory.wait()
+        return self.on_host(stacked([rows.block_table for rows in self.host], self.memory.device))
 
     def on_host(self, blocks: Tensor) -> HostTable:
         """Addresses of the layer's rows for the device. blocks: int32 `[B, W]`, the sequences' blocks."""
@@ -224,7 +224,7 @@ class LayerStore:
     @property
     def pool(self) -> BlockPool:
         """The pool of the sequences' blocks."""
-        return self.host[0].blocks_of_all_layers.pool
+        return self.host[0].block_table.pool
 
     def mark(self) -> None:
         """Remembers the current content, for `restore`."""
@@ -248,13 +248,13 @@ class LayerStore:
         self.resident.lengths[sequence] = mark.lengths[sequence]
         self.host[sequence].truncate(mark.retrieval[sequence])
         if self._mark is None:
-            self.host[sequence].trim()
+            self.host[sequence].release_unused()
 
     def keep(self) -> None:
         """The work since `mark` is complete; it can no longer be undone."""
         self._mark = None
         for rows in self.host:
-            rows.trim()
+            rows.release_unused()
 
     def restore(self) -> None:
         """Restores the content at `mark`. The mark stays valid, so an interrupted call may be repeated."""
@@ -325,13 +325,13 @@ class LayerStore:
         sink = min(tokens, zones.sink)
         keep_host = max(0, min(zones.retrieval, tokens - sink - self.sizes.local_tokens))
         device = self.resident.view(sequence).device
-        back = [bring(block, device) for block in self.host[sequence].stored(keep_host)]
+        back = [rows_to_device(block, device) for block in self.host[sequence].stored(keep_host)]
         window = torch.cat([*back, self.resident.view(sequence, zones.sink)], dim=1)
         self._remember(sequence, zones.sink, window[:, window.shape[1] - zones.local - zones.buffer :])
         self.resident.replace(sequence, sink, window[:, : tokens - sink - keep_host])
         self.host[sequence].truncate(keep_host)
         if self._mark is None:
-            self.host[sequence].trim()
+            self.host[sequence].release_unused()
 
     def select(self, sequences: list[int], tables: list[BlockTable] | None = None) -> LayerStore:
         """A new store whose sequence i is this one's `sequences[i]`; blocks of the host are shared, resident rows copied.
@@ -340,7 +340,7 @@ class LayerStore:
         chosen = copy(self)
         chosen._mark = chosen._step = None
         chosen.resident = self.resident.select(sequences)
-        tables = [self.host[b].blocks_of_all_layers.fork() for b in sequences] if tables is None else tables
+        tables = [self.host[b].block_table.fork() for b in sequences] if tables is None else tables
         chosen.host = [self.host[b].view(table) for b, table in zip(sequences, tables, strict=True)]
         return chosen
 
@@ -362,7 +362,7 @@ class LayerStore:
         yield self.resident.view(sequence, sink)
 
     @contextmanager
-    def passing(self, sequence: int, take: Callable[[Tensor], Taken]) -> Iterator[Iterator[Taken]]:
+    def stream_rows(self, sequence: int, take: Callable[[Tensor], Taken]) -> Iterator[Iterator[Taken]]:
         """Calls `take` for all stored rows of one sequence, in pieces `[H_kv, n, 2, D]` on the device in any order, and yields
         its results.
 
@@ -378,7 +378,7 @@ class LayerStore:
             yield chain(first, (take(rows) for rows in _joined(host, tokens)))
             return
         if near.device.type != "cuda" or not host.length:
-            yield chain(first, (take(bring(rows, near.device)) for rows in host.blocks()))
+            yield chain(first, (take(rows_to_device(rows, near.device)) for rows in host.blocks()))
             return
         others = [near] if near.shape[1] else []
 

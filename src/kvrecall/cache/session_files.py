@@ -234,7 +234,7 @@ def fill_blocks(
     def read_all() -> None:
         finish([pool.submit(read, block, place) for block, place in places.items()])
 
-    memory.admit(blocks, map_runs if mapped else read_all, mapped)
+    memory.load(blocks, map_runs if mapped else read_all, mapped)
 
 
 def _runs(places: dict[int, Place]) -> Iterator[tuple[int, int]]:

@@ -374,7 +374,7 @@ MOST = 16
 
 
 @contextmanager
-def few_threads() -> Iterator[None]:
+def numba_threads() -> Iterator[None]:
     """Within the context, or a function with this decorator, the calling thread's numba loops use at most `MOST` threads, and
     run in `loops_turn`."""
     with loops_turn():

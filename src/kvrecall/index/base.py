@@ -67,7 +67,7 @@ class BlockSource(Protocol):
 
     layer: int
     """The layer's number."""
-    blocks_of_all_layers: BlockTable
+    block_table: BlockTable
     """The block table of the sequence. It has room for a token before the token is appended to the index."""
 
 
@@ -115,8 +115,8 @@ class IndexConfig(Part, ABC):
     searches_on_host: ClassVar[bool] = False
     """Whether the CPU searches when the method attends on the host."""
 
-    watches: ClassVar[bool] = False
-    """Whether the index sees the attention of every query, including the prompt's (`Index.watch`)."""
+    observes_attention: ClassVar[bool] = False
+    """Whether the index sees the attention of every query, including the prompt's (`Index.observe_attention`)."""
 
     static_refusal: ClassVar[str] = ""
     """Why a static set is refused; empty if static sets are supported."""
@@ -196,10 +196,10 @@ class Index(ABC):
         """As `exclude`. made: the result of `restructured` for the same ids; tokens may have been added since."""
         self.exclude(sequence, ids)
 
-    watches: bool = False
-    """Whether `watch` must be called."""
+    observes_attention: bool = False
+    """Whether `observe_attention` must be called."""
 
-    def watch(  # noqa: B027 - optional: few indexes look at past attention
+    def observe_attention(  # noqa: B027 - optional: few indexes look at past attention
         self, sequence: int, observed: ObservedQueries, resident: list[tuple[Tensor, int]], offset: int, scaling: float,
         attended: Tensor | None = None,
     ) -> None:  # fmt: skip
@@ -210,7 +210,7 @@ class Index(ABC):
         None: to the whole zone, as a chunk of a prompt does, up to each query.
         """
 
-    def learn(self, sequences: list[int]) -> None:  # noqa: B027 - optional: most indexes learn nothing from queries
+    def after_attention(self, sequences: list[int]) -> None:  # noqa: B027 - optional: most indexes learn nothing from queries
         """Learns from the last search of these sequences; called after their attention."""
 
     @abstractmethod

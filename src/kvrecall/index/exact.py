@@ -4,30 +4,21 @@ Its summary is a copy of the keys on the device, so only values save device memo
 for methods whose retrieval zone is a static set or is never attended.
 """
 
-# Kernel launches take arguments that type checkers do not know.
-# pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
-
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvrecall.cache.slot_zones import DeviceZones, SlotZones
-from kvrecall.cache.zones import ZoneLengths
 from kvrecall.core.archive import Archive
-from kvrecall.core.fp8 import as_stored
-from kvrecall.core.launch import next_power_of_2
 from kvrecall.core.per_sequence import PerSequence
 from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.base import Captured, Index, IndexConfig, LayerShape
-from kvrecall.index.step import IndexStep, SlotSpec, SlotStep
+from kvrecall.index.step import SlotSpec
 from kvrecall.index.table import TokenTable
-from kvrecall.index.tokens import TableIndex
-from kvrecall.select.gqa import reduce_scores, search_queries
-from kvrecall.select.topk import top_k_positions
+from kvrecall.index.tokens import TableIndex, TokenStep
 
 _SCORED_TOKENS = 8192
 """Tokens scored at a time: bounds the float64 copy of the keys to H_kv * 8192 * D * 8 bytes."""
@@ -71,62 +62,14 @@ class ExactIndex(TableIndex):
         return ExactStep(self, spec, self._gqa)
 
 
-class ExactStep(IndexStep):
-    """The keys of all slots' sequences, each scored in every search by torch functions of fixed sizes. A key is stored when its
-    token comes, and can be found after the token has left the window. Ties go to the lower position."""
+class ExactStep(TokenStep):
+    """The keys of all slots' sequences, each scored in every search."""
 
-    def __init__(self, index: ExactIndex, spec: SlotSpec, gqa: str) -> None:
-        """index: any index that will join. gqa: how the query heads of a group share a search."""
-        super().__init__(spec)
-        self._memory, self._gqa = index.keys.memory, gqa
-        self._memory.give(1)  # slots without a sequence read block 0
-        size, device = (spec.slots, spec.shape.kv_heads), spec.shape.device
-        self.width = spec.shape.kv_heads
-        self.ids = torch.full((*size, spec.top_k), -1, dtype=torch.int32, device=device)
-        self.counts = torch.zeros(size, dtype=torch.int32, device=device)
-        self._numbers = torch.arange(spec.tokens, device=device)
-        self._heads = torch.arange(spec.shape.kv_heads, device=device).view(1, -1, 1)
+    def summaries(self, keys: Tensor) -> tuple[Tensor, ...]:
+        return (keys,)
 
-    def fits(self, index: Index, zones: list[ZoneLengths], room: int) -> bool:
-        return isinstance(index, ExactIndex) and index.keys.memory is self._memory
-
-    def join(self, slot: int, index: Index, sequence: int, zones: ZoneLengths, window: Tensor, budget: int, room: int) -> None:
-        # Also gives memory to the blocks of later tokens.
-        cast("ExactIndex", index).keys.write(sequence, zones.retrieval, window[:, :, 0])
-
-    def search(self, queries: Tensor, fire: Tensor, zones: SlotZones, scaling: float) -> None:
-        assert isinstance(zones, DeviceZones)
-        grouped = search_queries(
-            queries.flatten(1).unflatten(1, (-1, self.spec.shape.head_dim)), self.counts.shape[1], self._gqa
-        )
-        blocks = self.spec.host.blocks.split(max(1, _SCORED_TOKENS // self.spec.host.block_size), 1)
-        scored = [inner_products(grouped, self._keys(own)) for own in blocks]
-        window = self._numbers >= zones.retrieval.view(-1, 1, 1, 1)
-        logits = torch.cat(scored, -1)[..., : len(self._numbers)].masked_fill(window, float("-inf"))
-        ranked = reduce_scores(logits, self._gqa, scaling)
-        ids = top_k_positions(ranked, self.spec.top_k)
-        real = ranked.gather(-1, ids) > float("-inf")
-        searching = fire != 0
-        width = ids.shape[-1]
-        found = torch.where(real, ids, -1).to(torch.int32)
-        self.ids[..., :width] = torch.where(searching.unsqueeze(-1), found, self.ids[..., :width])
-        self.counts.copy_(torch.where(searching, real.sum(-1, dtype=torch.int32), self.counts))
-
-    def step(self, asked: SlotStep) -> Tensor:
-        from kvrecall.cache.slot_kernels import row_kernel
-
-        assert isinstance(asked.zones, DeviceZones)
-        table, rows, width = self.spec.host, self._memory.rows, self._memory.layout.width
-        keys = as_stored(asked.keys) if table.small else asked.keys
-        row_kernel[(self.spec.slots * self.spec.shape.kv_heads,)](
-            keys.contiguous(), rows, asked.zones.rows, table.blocks, self.spec.shape.kv_heads, table.blocks.stride(0),
-            rows.stride(0), BLOCK=table.block_size, WIDTH=width, BW=next_power_of_2(width), num_warps=1,
-        )  # fmt: skip
-        return super().step(asked)
-
-    def _keys(self, blocks: Tensor) -> Tensor:
-        """The keys in blocks int32 `[slots, w]`, `[slots, H_kv, w * block_size, D]`."""
-        return self._memory.rows[blocks.long().unsqueeze(1), self._heads].flatten(2, 3)
+    def scores(self, queries: Tensor, summaries: list[Tensor]) -> Tensor:
+        return inner_products(queries, summaries[0])
 
 
 def inner_products(queries: Tensor, keys: Tensor) -> Tensor:

@@ -179,7 +179,7 @@ class TokenTable:
         zones = [source for source in sources if isinstance(source, BlockSource)]
         if len(zones) < len(sources):
             return
-        tables, layer = [zone.blocks_of_all_layers for zone in zones], zones[0].layer
+        tables, layer = [zone.block_table for zone in zones], zones[0].layer
         moves = layer != self._layer or tables[0].pool is not self._tables[0].pool
         moved = [self.gather(b) for b in range(len(tables))] if moves and any(self.lengths) else []
         if moves:
@@ -193,18 +193,18 @@ class TokenTable:
         size, pool = self.layout.block_size, self._tables[0].pool
         if not self._bound:
             for table, rows in zip(self._tables, self.lengths, strict=True):
-                table.reach(min(rows * self.page_tokens, tokens), tokens)
+                table.ensure_blocks(min(rows * self.page_tokens, tokens), tokens)
         missing = sum(max(0, cdiv(tokens, size) - len(table.blocks)) for table in self._tables)
-        self._give(max([pool.below(missing), *(block + 1 for table in self._tables for block in table.blocks)]))
+        self._commit(max([pool.below(missing), *(block + 1 for table in self._tables for block in table.blocks)]))
 
     def append(self, sequence: int, rows: Tensor) -> None:
         """Adds rows `[H_kv, n, width]` to one sequence."""
         start = self.lengths[sequence]
         stop = start + rows.shape[1]
         if not self._bound:
-            self._tables[sequence].reach(start * self.page_tokens, stop * self.page_tokens)
+            self._tables[sequence].ensure_blocks(start * self.page_tokens, stop * self.page_tokens)
         self.write(sequence, start, rows)
-        self._hold(sequence, stop)
+        self._set_length(sequence, stop)
 
     def write(self, sequence: int, start: int, rows: Tensor) -> None:
         """Stores rows `[H_kv, n, width]` from row `start` on in existing blocks, without counting them."""
@@ -214,13 +214,13 @@ class TokenTable:
 
     def make_room(self, sequence: int) -> None:
         """Allocates memory for all blocks of a sequence, including blocks without tokens yet."""
-        self._give(max(self._tables[sequence].blocks, default=-1) + 1)
+        self._commit(max(self._tables[sequence].blocks, default=-1) + 1)
 
     def truncate(self, sequence: int, rows: int) -> None:
         """Forgets everything after the first `rows` rows of one sequence."""
-        self._hold(sequence, min(rows, self.lengths[sequence]))
+        self._set_length(sequence, min(rows, self.lengths[sequence]))
         if not self._bound:
-            self._tables[sequence].trim()
+            self._tables[sequence].release_unused()
 
     def select(self, sequences: list[int]) -> TokenTable:
         """A new table whose sequence i is this table's sequence `sequences[i]` (repeats allowed); both share blocks until
@@ -259,12 +259,12 @@ class TokenTable:
         heads = torch.arange(ids.shape[0], device=ids.device).unsqueeze(1)
         return self.memory.rows[block, heads, ids % size]
 
-    def _give(self, blocks: int) -> None:
+    def _commit(self, blocks: int) -> None:
         """Gives memory to the blocks below id `blocks`."""
         if blocks:
-            self.memory.give(blocks)
+            self.memory.commit(blocks)
 
-    def _hold(self, sequence: int, rows: int) -> None:
+    def _set_length(self, sequence: int, rows: int) -> None:
         """Sets the number of rows of a sequence."""
         self.lengths[sequence] = rows
         if not self._bound:

@@ -18,7 +18,7 @@ from kvrecall.cache.layer import LayerStore
 from kvrecall.core.cuda import HostCopy
 from kvrecall.core.errors import NonFiniteError
 from kvrecall.core.launch import kernels_available
-from kvrecall.core.pieces import stretches
+from kvrecall.core.pieces import chunks
 from kvrecall.core.structs import (
     Budget,
     HeldSelection,
@@ -137,7 +137,7 @@ class LayerState(Reversible):
         """Notes a prompt chunk that was attended and stored: queries `[H_q, T, D]` from position `start` on, lse `[H_q, T]`."""
         self.prompt_from[sequence] = start if (begun := self.prompt_from[sequence]) is None else max(0, begun)
         self.statics.drop(sequence)
-        self.watch(sequence, ObservedQueries(queries, lse, start))
+        self.observe_attention(sequence, ObservedQueries(queries, lse, start))
         if self.log is not None:
             self.log.add(sequence, queries, lse, start)
 
@@ -162,19 +162,19 @@ class LayerState(Reversible):
     def end_step(self, queries: Tensor, lse: Tensor, sequences: list[int]) -> None:
         """Remembers the queries `[B, H_q, 1, D]` of a decode step, with the lse `[B, H_q, 1]` of their attention."""
         for b in sequences:
-            self.watch(b, ObservedQueries(queries[b], lse[b], self.store.zones(b).total - 1), step=True)
+            self.observe_attention(b, ObservedQueries(queries[b], lse[b], self.store.zones(b).total - 1), step=True)
             if self.log is not None and self.decode_window:
                 self.log.add(b, queries[b], lse[b], self.store.zones(b).total - 1)
                 self.log.shrink(b, self.decode_window)
 
-    def watch(self, sequence: int, observed: ObservedQueries, step: bool = False) -> None:
+    def observe_attention(self, sequence: int, observed: ObservedQueries, step: bool = False) -> None:
         """Passes attention queries to the index if it observes them. step: in a decode step."""
-        if self.index is None or not self.index.watches:
+        if self.index is None or not self.index.observes_attention:
             return
         with self.clock("watch"), self.building_index():
             sink, resident = self.store.zones(sequence).sink, self.store.resident_keys(sequence)
             attended = None if not step or self.attends_whole_zone(sequence) else self.attended_ids(sequence)
-            self.index.watch(sequence, observed, resident, sink, self.scaling, attended)
+            self.index.observe_attention(sequence, observed, resident, sink, self.scaling, attended)
 
     def start_search(self, queries: Tensor, sequences: list[int], scaling: float) -> Callable[[], None]:
         """Starts searches for queries `[B, H_q, D]` in the sequences without a held selection. The function it returns ends
@@ -227,11 +227,11 @@ class LayerState(Reversible):
         """The static sets of the sequences."""
         return self.statics.rows(sequences, self.shape)
 
-    def learn(self, sequences: list[int]) -> None:
+    def after_attention(self, sequences: list[int]) -> None:
         """Lets the index store what the searches of this step learned."""
         if self.index is not None:
             with self.clock("learn"), self.building_index():
-                self.index.learn(sequences)
+                self.index.after_attention(sequences)
 
     def _addresses(self, sequences: list[int]) -> HostTable | None:
         """Where the rows of the sequences lie, if attention reads the selected ones in place (it then applies no weights)."""
@@ -370,12 +370,12 @@ class LayerState(Reversible):
             return
         for b, pool in enumerate(self.store.host):
             self.index.reserve(pool.length)
-            for part in stretches(pool.length, self.shape.device):
+            for part in chunks(pool.length, self.shape.device):
                 with self.clock("encode"):
                     self.index.append(b, pool.keys(part.start, part.stop, self.shape.device))
             seen = None if self.log is None else self.log.seen(b)
             if seen is not None:
-                self.watch(b, seen)
+                self.observe_attention(b, seen)
 
     def copied(self, sequences: list[int], tables: list[BlockTable] | None = None) -> LayerState:
         """As `select`, with counters of its own, at zero."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.launch import kernels_available
-from kvrecall.core.pieces import Work, finished, stretches
+from kvrecall.core.pieces import Work, chunks, run_all
 from kvrecall.core.structs import lasting_tensors
 from kvrecall.parts import Part
 from kvrecall.select.queries import ObservedQueries
@@ -80,7 +80,7 @@ class StaticChoice(Part):
 
     def choose(self, zone: Tensor, sight: Observation) -> Tensor:
         """Runs `choosing` to its end."""
-        return finished(self.choosing(sight, zone, stretches(zone.shape[1], zone.device)))
+        return run_all(self.choosing(sight, zone, chunks(zone.shape[1], zone.device)))
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class ObservationWindow(StaticChoice):
         with lasting_tensors():  # steps in between may write to it in another mode
             scores = torch.zeros(zone.shape[:2], dtype=torch.float32, device=zone.device)
         ends = []
-        for part in stretches(zone.shape[1], zone.device):
+        for part in chunks(zone.shape[1], zone.device):
             where = zone[:, part], offset + part.start, scaling
             _mean_shares(observed, *where, total, scores[:, part])
             if sight.count is None and self.ratio == "online":

@@ -21,7 +21,7 @@ from kvrecall.cache.copies import read_keys
 from kvrecall.cache.zone_rows import ZoneRows
 from kvrecall.core.archive import Archive
 from kvrecall.core.per_sequence import PerSequence
-from kvrecall.core.pieces import Work, stretches
+from kvrecall.core.pieces import Work, chunks
 from kvrecall.core.structs import Rows, lasting_tensors, stack_rows
 from kvrecall.fetch import rows_at
 from kvrecall.index.base import Index, LayerShape
@@ -154,7 +154,7 @@ def _choosing(
 
 
 def _arrivals(source: ZoneRows, zone: Tensor) -> Iterator[slice]:
-    for part in stretches(zone.shape[1], zone.device):
+    for part in chunks(zone.shape[1], zone.device):
         read_keys(source, part.start, zone[:, part])
         yield part
 

@@ -137,7 +137,7 @@ class Worker(StockWorker):
         if self._teller is not None:
             self._teller.passed()
         if highest is not None:
-            served.give(highest + 1)
+            served.commit(highest + 1)
         if served.refused is not None:
             scheduler_output = left_out(scheduler_output, served.refused)
         if served.others:

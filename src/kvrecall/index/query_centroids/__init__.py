@@ -102,7 +102,7 @@ class CentroidIndex(PerSequence, Index):
         self._listed = [0] * shape.sequences  # tokens that the lists know; every search recalls the later ones
         self._counts = [0] * shape.sequences
         self._excluded: list[Tensor | None] = [None] * shape.sequences
-        self._found: dict[int, tuple[Asked, Rerank]] = {}  # last search of each sequence, for `learn`
+        self._found: dict[int, tuple[Asked, Rerank]] = {}  # last search of each sequence, for `after_attention`
         self._sources: Sequence[RowSource] = ()
         self._kernels = kernels_available(shape.device)
         self._scaling = shape.head_dim**-0.5
@@ -162,7 +162,7 @@ class CentroidIndex(PerSequence, Index):
             found.append(torch.where(ids < 0, ids[:, :1], ids).long().unsqueeze(1).to(query.device))
         return found
 
-    def learn(self, sequences: list[int]) -> None:
+    def after_attention(self, sequences: list[int]) -> None:
         """Dynamic centroid update (Algorithm 2 d)."""
         for b in sequences:
             asked, found = self._found.pop(b, (None, None))
@@ -248,16 +248,16 @@ class CentroidIndex(PerSequence, Index):
         ids, counts = self._recalled(picked, sequence, None, cut=False)
         grouped = query.float().unflatten(0, (self._shape.kv_heads, -1))
         listed = self._config.list_tokens if self._config.dynamic_update else 0
-        source, barred = self._sources[sequence], self._excluded[sequence]
-        found = rerank(grouped, source, ids, counts, budget, self._config.gqa, self._on_host, barred, listed)
+        source, excluded = self._sources[sequence], self._excluded[sequence]
+        found = rerank(grouped, source, ids, counts, budget, self._config.gqa, self._on_host, excluded, listed)
         self._found[sequence] = asked, found
         return found.best
 
-    def _recalled(self, picked: Tensor, sequence: int, barred: Tensor | None, cut: bool = True) -> tuple[Tensor, Tensor]:
+    def _recalled(self, picked: Tensor, sequence: int, excluded: Tensor | None, cut: bool = True) -> tuple[Tensor, Tensor]:
         """Distinct ids of picked lists and of the pool, without barred ids; see `rerank.distinct`."""
         listed = 0 if self._lists[sequence] is None else self._listed[sequence]
-        barred = None if barred is None else barred.to(picked.device)
-        return distinct(picked, self._counts[sequence], listed, barred, cut)
+        excluded = None if excluded is None else excluded.to(picked.device)
+        return distinct(picked, self._counts[sequence], listed, excluded, cut)
 
     def _keys(self, sequence: int, start: int, stop: int) -> Tensor:
         blocks = [block[:, :, 0] for block in self._sources[sequence].blocks(start)]

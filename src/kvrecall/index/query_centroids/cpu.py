@@ -19,9 +19,9 @@ from kvrecall.core.numba import (
     PARALLEL,
     as_words,
     exp_below,
-    few_threads,
     first_pieces,
     in_word_order,
+    numba_threads,
     numbers_per_word,
     places_of,
     row_bits,
@@ -40,7 +40,7 @@ MODES = {"max": 0, "max_softmax": 1, "mean_softmax": 2}
 _FAST = {"reassoc", "contract", "arcp", "nsz"}
 
 
-@few_threads()
+@numba_threads()
 def top_k_rows(scores: Tensor, k: int) -> Tensor:
     """Ascending positions int32 of the k largest of every row, ties to the lower one."""
     flat = scores.contiguous().flatten(0, -2)
@@ -50,9 +50,9 @@ def top_k_rows(scores: Tensor, k: int) -> Tensor:
     return torch.from_numpy(out).view(*scores.shape[:-1], out.shape[1])
 
 
-@few_threads()
-def distinct(lists: Tensor, tokens: int, first_always: int, barred: Tensor | None, cut: bool = True) -> tuple[Tensor, Tensor]:
-    """Union of id lists int32 `[H_kv, L, rho]` (-1: none) with all ids from `first_always` on, without `barred` `[H_kv, m]`.
+@numba_threads()
+def distinct(lists: Tensor, tokens: int, first_always: int, excluded: Tensor | None, cut: bool = True) -> tuple[Tensor, Tensor]:
+    """Union of id lists int32 `[H_kv, L, rho]` (-1: none) with all ids from `first_always` on, without `excluded` `[H_kv, m]`.
 
     Returns ascending ids int32 `[H_kv, R]`, padded with -1, and counts int32 `[H_kv]`. cut: R is the largest count; otherwise
     as many as there can be.
@@ -62,12 +62,12 @@ def distinct(lists: Tensor, tokens: int, first_always: int, barred: Tensor | Non
     out = np.empty((heads, most), np.int32)
     counts = np.zeros(heads, np.int32)
     none = np.empty((heads, 0), np.int32)
-    barred_ids = none if barred is None else barred.contiguous().numpy()
-    _distinct(lists.contiguous().numpy(), tokens, first_always, barred_ids, out, counts)
+    excluded_ids = none if excluded is None else excluded.contiguous().numpy()
+    _distinct(lists.contiguous().numpy(), tokens, first_always, excluded_ids, out, counts)
     return torch.from_numpy(out[:, : max(int(counts.max()), 0)] if cut else out), torch.from_numpy(counts)
 
 
-@few_threads()
+@numba_threads()
 def score_rows(queries: Tensor, table: HostTable, ids: Tensor, counts: Tensor) -> Tensor:
     """Exact inner products fp32 `[H_kv, G, R]` of queries fp32 `[H_kv, G, D]` with the rows of ascending ids `[H_kv, R]`.
 
@@ -78,23 +78,23 @@ def score_rows(queries: Tensor, table: HostTable, ids: Tensor, counts: Tensor) -
     return torch.from_numpy(scores)
 
 
-@few_threads()
+@numba_threads()
 def rerank(
     queries: Tensor, table: HostTable, ids: Tensor, counts: Tensor, k: int, list_tokens: int, mode: str, scaling: float,
-    barred: Tensor | None,
+    excluded: Tensor | None,
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:  # fmt: skip
     """(scores, lse, best, listed), see `rerank.Rerank`. Scores the rows of ids as `score_rows`; selects the k best ids without
-    `barred` (ascending int `[H_kv, m]`), ranked as `select.gqa.reduce_scores` does, ties to the lower id; and lists the best
+    `excluded` (ascending int `[H_kv, m]`), ranked as `select.gqa.reduce_scores` does, ties to the lower id; and lists the best
     `list_tokens`. mode: one of `MODES`."""
     heads, longest = ids.shape
     scores, peaks, sums = _scratch(queries, ids)
     best, kept = np.full((heads, min(k, longest)), -1, np.int32), np.zeros(heads, np.int32)
     listed, ranked = np.full((heads, list_tokens), -1, np.int32), np.full((heads, list_tokens), -np.inf, np.float32)
     lse = np.full(scores.shape[:2], -np.inf, np.float32)
-    barred_ids = np.empty((heads, 0), np.int32) if barred is None else barred.cpu().int().contiguous().numpy()
+    excluded_ids = np.empty((heads, 0), np.int32) if excluded is None else excluded.cpu().int().contiguous().numpy()
     _rerank(
-        queries.contiguous().numpy(), *_rows(table), ids.contiguous().numpy(), counts.numpy(), barred_ids, MODES[mode], scaling,
-        scores, peaks, sums, best, kept, listed, ranked, lse,
+        queries.contiguous().numpy(), *_rows(table), ids.contiguous().numpy(), counts.numpy(), excluded_ids, MODES[mode],
+        scaling, scores, peaks, sums, best, kept, listed, ranked, lse,
     )  # fmt: skip
     best = best[:, : int(kept.max()) if heads else 0]
     made = [torch.from_numpy(x) for x in (scores, lse, best, kept, listed, ranked)]
@@ -123,13 +123,13 @@ def _top_k_rows(scores, out):
 
 
 @njit(cache=True, parallel=PARALLEL, nogil=True)
-def _distinct(lists, tokens, first_always, barred, out, counts):
+def _distinct(lists, tokens, first_always, excluded, out, counts):
     for h in prange(lists.shape[0]):
-        counts[h] = _distinct_of(lists[h], tokens, first_always, barred[h], out[h])
+        counts[h] = _distinct_of(lists[h], tokens, first_always, excluded[h], out[h])
 
 
 @njit(cache=True, nogil=True)
-def _distinct_of(lists, tokens, first_always, barred, out):
+def _distinct_of(lists, tokens, first_always, excluded, out):
     """One head's ids from a set of bits, 64 tokens per word; returns how many there are."""
     one, every = np.uint64(1), np.uint64(0xFFFFFFFFFFFFFFFF)
     wanted = np.zeros(-(-tokens // 64), np.uint64)
@@ -142,8 +142,8 @@ def _distinct_of(lists, tokens, first_always, barred, out):
         below = np.uint64(max(0, first_always - 64 * word))  # the first word may begin before the first token
         above = np.uint64(max(0, 64 * word + 64 - tokens))  # the last one may go on behind the last token
         wanted[word] |= (every << below) & (every >> above)
-    for i in range(barred.shape[0]):
-        wanted[barred[i] >> 6] &= ~(one << np.uint64(barred[i] & 63))
+    for i in range(excluded.shape[0]):
+        wanted[excluded[i] >> 6] &= ~(one << np.uint64(excluded[i] & 63))
     at = 0
     for word in range(wanted.shape[0]):
         bits = wanted[word]
@@ -157,11 +157,11 @@ def _distinct_of(lists, tokens, first_always, barred, out):
 
 @njit(cache=True, nogil=True)
 def _rerank(
-    queries, rows, kind, scales, blocks, size, ids, counts, barred, mode, scaling, scores, peaks, sums, best, kept, listed,
+    queries, rows, kind, scales, blocks, size, ids, counts, excluded, mode, scaling, scores, peaks, sums, best, kept, listed,
     ranked, lse,
 ):  # fmt: skip
     _score(queries, rows, kind, scales, blocks, size, ids, counts, scaling, scores, peaks, sums)
-    _choose(ids, counts, barred, mode, scaling, scores, peaks, sums, best, kept, listed, ranked, lse)
+    _choose(ids, counts, excluded, mode, scaling, scores, peaks, sums, best, kept, listed, ranked, lse)
 
 
 @njit(cache=True, parallel=PARALLEL, nogil=True)
@@ -203,7 +203,7 @@ def _sum(numbers):
 
 
 @njit(cache=True, parallel=PARALLEL, nogil=True)
-def _choose(ids, counts, barred, mode, scaling, scores, peaks, sums, best, kept, listed, ranked, lse):
+def _choose(ids, counts, excluded, mode, scaling, scores, peaks, sums, best, kept, listed, ranked, lse):
     """The selection and the list of every head, one task each."""
     for task in prange(2 * ids.shape[0]):
         h = task // 2
@@ -211,7 +211,7 @@ def _choose(ids, counts, barred, mode, scaling, scores, peaks, sums, best, kept,
         peak, total = _softmax_of(peaks[h], sums[h])
         if task % 2 == 0:
             ranks = _ranks(scores[h], count, peak, total, scaling, mode)
-            kept[h] = _pick(ranks, ids[h], count, barred[h], best[h])
+            kept[h] = _pick(ranks, ids[h], count, excluded[h], best[h])
             if count:
                 lse[h] = _log_sum(peak, total)
         elif listed.shape[1]:
@@ -256,14 +256,14 @@ def _ranks(scores, count, peak, total, scaling, mode):
 
 
 @njit(cache=True, nogil=True)
-def _pick(ranks, ids, count, barred, best):
+def _pick(ranks, ids, count, excluded, best):
     """The best ids that are not barred; returns how many there are."""
     ranked, own = np.empty(count, np.float32), np.empty(count, np.int32)
     at, b = 0, 0
     for i in range(count):
-        while b < barred.shape[0] and barred[b] < ids[i]:
+        while b < excluded.shape[0] and excluded[b] < ids[i]:
             b += 1
-        if b < barred.shape[0] and barred[b] == ids[i]:
+        if b < excluded.shape[0] and excluded[b] == ids[i]:
             continue
         ranked[at], own[at] = ranks[i], ids[i]
         at += 1

@@ -8,7 +8,9 @@ from torch import Tensor
 from kvrecall.index.base import RowSource
 
 
-def distinct(lists: Tensor, tokens: int, first_always: int, barred: Tensor | None, cut: bool = False) -> tuple[Tensor, Tensor]:
+def distinct(
+    lists: Tensor, tokens: int, first_always: int, excluded: Tensor | None, cut: bool = False
+) -> tuple[Tensor, Tensor]:
     """See `cpu.distinct`. Does not wait for a GPU unless `cut`."""
     heads, device = lists.shape[0], lists.device
     most = min(tokens, lists[0].numel() + tokens - first_always)
@@ -16,8 +18,8 @@ def distinct(lists: Tensor, tokens: int, first_always: int, barred: Tensor | Non
     flat = lists.flatten(1).long()
     wanted.scatter_(1, torch.where(flat < 0, tokens, flat), True)
     wanted[:, first_always:] = True
-    if barred is not None:
-        wanted.scatter_(1, barred.long(), False)
+    if excluded is not None:
+        wanted.scatter_(1, excluded.long(), False)
     wanted[:, tokens] = False
     place = wanted.cumsum(1, dtype=torch.int32)
     counts = place[:, -1].contiguous()

@@ -42,8 +42,8 @@ class Rerank:
         )
 
 
-def distinct(lists: Tensor, tokens: int, first_always: int, barred: Tensor | None, cut: bool = True) -> tuple[Tensor, Tensor]:
-    """Union of id lists int32 `[H_kv, L, rho]` (-1: none) with all ids from `first_always` on, without `barred` `[H_kv, m]`.
+def distinct(lists: Tensor, tokens: int, first_always: int, excluded: Tensor | None, cut: bool = True) -> tuple[Tensor, Tensor]:
+    """Union of id lists int32 `[H_kv, L, rho]` (-1: none) with all ids from `first_always` on, without `excluded` `[H_kv, m]`.
 
     Returns ascending ids int32 `[H_kv, R]`, padded with -1, and counts int32 `[H_kv]`, on the lists' device. cut: on the CPU, R
     is the largest count; otherwise R may be larger.
@@ -51,13 +51,13 @@ def distinct(lists: Tensor, tokens: int, first_always: int, barred: Tensor | Non
     if lists.device.type == "cpu" and have_numba():
         from kvrecall.index.query_centroids import cpu
 
-        return cpu.distinct(lists, tokens, first_always, barred, cut)
-    return reference.distinct(lists, tokens, first_always, barred, cut and lists.device.type == "cpu")
+        return cpu.distinct(lists, tokens, first_always, excluded, cut)
+    return reference.distinct(lists, tokens, first_always, excluded, cut and lists.device.type == "cpu")
 
 
 def rerank(
     queries: Tensor, source: RowSource, ids: Tensor, counts: Tensor, budget: Budget, mode: str, on_host: bool,
-    barred: Tensor | None = None, list_tokens: int = 0,
+    excluded: Tensor | None = None, list_tokens: int = 0,
 ) -> Rerank:  # fmt: skip
     """Scores the recalled keys exactly and keeps the best. queries: fp32 `[H_kv, G, D]`; ids `[H_kv, R]`, counts `[H_kv]`, all
     on one device, the result as well.
@@ -71,7 +71,7 @@ def rerank(
         from kvrecall.index.query_centroids import cpu
 
         if mode in cpu.MODES:
-            found = cpu.rerank(queries, table, ids, counts, budget.top_k, list_tokens, mode, budget.scaling, barred)
+            found = cpu.rerank(queries, table, ids, counts, budget.top_k, list_tokens, mode, budget.scaling, excluded)
             return Rerank(*found)
         scores = cpu.score_rows(queries, table, ids, counts)
     elif kernels_available(device) and (table := source.table(device)) is not None:
@@ -83,8 +83,8 @@ def rerank(
     scores = scores.masked_fill((ids < 0).unsqueeze(1), float("-inf"))
     ranked = reduce_scores(scores, mode, budget.scaling)
     ranked = ranked if mode == "per_head" else ranked.unsqueeze(1)
-    if barred is not None:
-        ranked = ranked.masked_fill(_among(ids, barred.to(ids.device)).unsqueeze(1), float("-inf"))
+    if excluded is not None:
+        ranked = ranked.masked_fill(_among(ids, excluded.to(ids.device)).unsqueeze(1), float("-inf"))
     place = best_positions(ranked, budget.top_k).long()
     picked = ids.unsqueeze(1).expand(-1, ranked.shape[1], -1).gather(-1, place)
     picked = picked.masked_fill(ranked.gather(-1, place) == float("-inf"), -1)
@@ -104,7 +104,7 @@ def _listed(ids: Tensor, scores: Tensor, lse: Tensor, list_tokens: int, scaling:
     return ids, torch.nn.functional.pad(ranked.gather(1, place), (0, missing), value=float("-inf"))
 
 
-def _among(ids: Tensor, barred: Tensor) -> Tensor:
-    """bool `[H_kv, R]`: whether each id is among the ascending `barred` `[H_kv, m]`."""
-    place = torch.searchsorted(barred.contiguous(), ids.contiguous()).clamp_max(barred.shape[1] - 1)
-    return barred.gather(1, place) == ids
+def _among(ids: Tensor, excluded: Tensor) -> Tensor:
+    """bool `[H_kv, R]`: whether each id is among the ascending `excluded` `[H_kv, m]`."""
+    place = torch.searchsorted(excluded.contiguous(), ids.contiguous()).clamp_max(excluded.shape[1] - 1)
+    return excluded.gather(1, place) == ids

@@ -182,8 +182,8 @@ class ClusterIndex(UnitIndex):
             made = self._closed[sequence]
             if self._open[sequence]:
                 made = made.joined(self._clustered(sequence, self._open[sequence]))
-            barred = self._excluded[sequence]
-            made = made if barred is None else made.without(barred)
+            excluded = self._excluded[sequence]
+            made = made if excluded is None else made.without(excluded)
             self._units[sequence] = made
         return made
 

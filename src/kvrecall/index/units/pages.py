@@ -24,7 +24,7 @@ from kvrecall.cache.zones import ZoneLengths
 from kvrecall.core.archive import Archive
 from kvrecall.core.errors import ParameterError, UnknownNameError
 from kvrecall.core.launch import cdiv, next_power_of_2
-from kvrecall.core.pieces import Work, finished, stretches
+from kvrecall.core.pieces import Work, chunks, run_all
 from kvrecall.index.base import Captured, Index, IndexConfig, LayerShape
 from kvrecall.index.step import SlotSpec, SlotStep, end_arguments
 from kvrecall.index.tokens import archive_excluded
@@ -116,7 +116,7 @@ class PageIndex(UnitIndex):
 
     def exclude(self, sequence: int, ids: Tensor | None) -> None:
         """Builds all pages of the sequence anew from the host's rows."""
-        self.restructure(sequence, ids, finished(self.restructured(ids, self._keys(sequence, 0))))
+        self.restructure(sequence, ids, run_all(self.restructured(ids, self._keys(sequence, 0))))
 
     def restructured(self, ids: Tensor | None, keys: Tensor) -> Work[Pages]:
         tokens, size = keys.shape[1], self.config.page_tokens
@@ -129,7 +129,7 @@ class PageIndex(UnitIndex):
             return keys.gather(1, members[:, part].long().unsqueeze(-1).expand(-1, -1, keys.shape[2]))
 
         reps = [self._units_of_none().reps]
-        for part in stretches(count, keys.device, size):
+        for part in chunks(count, keys.device, size):
             reps.append(volumes(keys_of(part), size, self.config.bounds))
             yield part.stop - part.start
         units = Units(torch.cat(reps, 1), members, self._offsets(count, -(-count // size)))

@@ -8,10 +8,10 @@ import sys
 import numba
 import pytest
 
-from kvrecall.core.numba import MOST, few_threads
+from kvrecall.core.numba import MOST, numba_threads
 
 
-@few_threads()
+@numba_threads()
 def threads_inside(fails: bool = False) -> int:
     if fails:
         raise ValueError
