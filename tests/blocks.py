@@ -67,7 +67,7 @@ def store(
     """An empty store of one layer; its `host` are the retrieval zones. small: in eight bits on the host."""
     with pytest.MonkeyPatch.context() as patch:
         small_blocks(patch, block_size)
-        return LayerStore(sequences, heads, dim, dtype, torch.device(device), sizes, on_device=on_device, small=small)
+        return LayerStore(sequences, heads, dim, dtype, torch.device(device), sizes, on_device=on_device, fp8=small)
 
 
 def zone_of(
@@ -77,7 +77,7 @@ def zone_of(
     """An empty zone in blocks of its own, of a layer on `device`. on_device: where its rows lie. small: in eight bits on the
     host."""
     pool = BlockPool(block_size)
-    rows = pool.memories[0] = BlockRows(heads, block_size, dim, dtype, device, on_device, small=small)
+    rows = pool.memories[0] = BlockRows(heads, block_size, dim, dtype, device, on_device, fp8=small)
     return ZoneRows(0, rows, BlockTable(pool))
 
 

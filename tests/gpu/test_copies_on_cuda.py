@@ -10,7 +10,7 @@ import torch
 
 from kvrecall.cache.copies import copy_heads, prefetch_pieces, rows_to_device
 from kvrecall.core import cuda
-from kvrecall.core.fp8 import SmallRows, as_stored
+from kvrecall.core.fp8 import Fp8Rows, as_stored
 from kvrecall.core.launch import cdiv
 from tests.blocks import small_blocks, store, zone_of
 from tests.gpu.test_uncaptured_on_cuda import CUDA
@@ -73,7 +73,7 @@ def test_bytes_around_the_rows_stay_as_they_are(small: bool, monkeypatch: pytest
     zone.append(rows.cuda())
     (block,) = zone.stored()
     calls = Calls(monkeypatch)
-    for each in block[:2] if isinstance(block, SmallRows) else (block,):
+    for each in block[:2] if isinstance(block, Fp8Rows) else (block,):
         there = torch.full_like(each.view(torch.uint8), 7, device=CUDA).view(each.dtype)
         assert cuda.copy_2d(each[:, 9:41], there[:, 20:52])
         got, own = there.view(torch.uint8).cpu(), each.view(torch.uint8)

@@ -16,7 +16,7 @@ from kvrecall.cache.copies import rows_to_host
 from kvrecall.cache.device_memory import DeviceRegion, free_device_bytes, region, room_for_rows, total_bytes
 from kvrecall.cache.host_memory import Region, available_host_bytes, total_host_bytes
 from kvrecall.core.errors import DeviceError, HostMemoryError
-from kvrecall.core.fp8 import SmallRows, StoredRows, block_nbytes, block_of, numbers_of, quantised, scales_of, wide
+from kvrecall.core.fp8 import Fp8Rows, StoredRows, block_nbytes, block_of, dequantised, numbers_of, quantised, scales_of
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import lasting_tensors
 
@@ -156,14 +156,14 @@ class BlockBytes(BlockMemory):
 class _Place:
     """Where the rows lie.
 
-    blocks: how many have memory. small: for rows in eight bits, views of all blocks: the numbers e4m3
+    blocks: how many have memory. fp8: for rows in eight bits, views of all blocks: the numbers e4m3
     `[most blocks, H_kv, block_size, 2, D]`, and the scales fp32 `[most blocks, H_kv, block_size, 2]`.
     """
 
     region: Region | DeviceRegion
     on_device: bool
     blocks: int = 0
-    small: tuple[Tensor, Tensor] | None = None
+    fp8: tuple[Tensor, Tensor] | None = None
 
 
 class BlockRows(BlockMemory):
@@ -177,16 +177,16 @@ class BlockRows(BlockMemory):
 
     def __init__(
         self, heads: int, block_size: int, dim: int, dtype: torch.dtype, device: torch.device, on_device: bool = False,
-        mapped: int = 0, small: bool = False,
+        mapped: int = 0, fp8: bool = False,
     ) -> None:  # fmt: skip
         """device: the layer's device, which reads the rows. on_device: rows lie there, if it has memory. mapped: most blocks
-        that may be mapped from a file; address space is reserved for them in addition. small: rows are in eight bits while they
+        that may be mapped from a file; address space is reserved for them in addition. fp8: rows are in eight bits while they
         lie in host memory (`core.fp8`)."""
         super().__init__()
-        self._shape, self._dtype, self._mapped, self._small = (heads, block_size, 2, dim), dtype, mapped, small
+        self._shape, self._dtype, self._mapped, self._fp8 = (heads, block_size, 2, dim), dtype, mapped, fp8
         self.block_size, self.device = block_size, device
-        near = self._reserved_near() if on_device else None
-        self._place = self._reserved() if near is None else _Place(near, True)
+        memory = self._reserved_on_device() if on_device else None
+        self._place = self._reserved_on_host() if memory is None else _Place(memory, True)
         self._pending: torch.cuda.Event | None = None  # the end of the last copy from the GPU; copies arrive in order
 
     @property
@@ -200,12 +200,12 @@ class BlockRows(BlockMemory):
         """`[most blocks, H_kv, block_size, K|V, D]`; in eight bits e4m3, with the scales behind each block
         (`core.fp8.scales_of`)."""
         place = self._place
-        return place.region.tensor if place.small is None else place.small[0]
+        return place.region.tensor if place.fp8 is None else place.fp8[0]
 
     @property
-    def small(self) -> bool:
+    def fp8(self) -> bool:
         """Whether rows are in eight bits. They never are while they lie on the device."""
-        return self._small and not self.on_device
+        return self._fp8 and not self.on_device
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -219,17 +219,17 @@ class BlockRows(BlockMemory):
 
     def stored(self, rows: Tensor) -> StoredRows:
         """Rows `[H_kv, n, 2, D]` as they are stored, on their device."""
-        return quantised(rows) if self.small else rows
+        return quantised(rows) if self.fp8 else rows
 
     def block(self, block: int, start: int, stop: int) -> StoredRows:
         """Rows start .. stop - 1 of a block, `[H_kv, n, 2, D]`, as views."""
         return self._part(self._place, block, start, stop)
 
     def _part(self, place: _Place, block: int, start: int, stop: int) -> StoredRows:
-        if place.small is None:
+        if place.fp8 is None:
             return place.region.tensor[block, :, start:stop]
-        numbers, scales = place.small
-        return SmallRows(numbers[block, :, start:stop], scales[block, :, start:stop], self._dtype)
+        numbers, scales = place.fp8
+        return Fp8Rows(numbers[block, :, start:stop], scales[block, :, start:stop], self._dtype)
 
     @property
     def on_device(self) -> bool:
@@ -286,15 +286,15 @@ class BlockRows(BlockMemory):
 
     def _move(self, blocks: int) -> None:
         """Moves all rows to the host, with room for `blocks` blocks."""
-        near, far = self._place, self._reserved()
-        self._commit(far, max(blocks, near.blocks))
+        before, after = self._place, self._reserved_on_host()
+        self._commit(after, max(blocks, before.blocks))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # streams of other threads may still write
-        for block in range(near.blocks):
-            held = near.region.tensor[block]
-            _copy(quantised(held) if self._small else held, self._part(far, block, 0, self.block_size))
-        self._place = far
-        say_not_on_device(near.region.missing(blocks), self.device)
+        for block in range(before.blocks):
+            rows = before.region.tensor[block]
+            _copy(quantised(rows) if self._fp8 else rows, self._part(after, block, 0, self.block_size))
+        self._place = after
+        say_not_on_device(before.region.missing(blocks), self.device)
 
     def cleared(self, block: int, place: int, tokens: int) -> Tensor:
         """A copy of a block on the CPU, `[H_kv, block_size, 2, D]`, or uint8 `[n]` in eight bits. The block is number `place`
@@ -303,13 +303,13 @@ class BlockRows(BlockMemory):
         held = min(self.block_size, tokens - place * self.block_size)
         if held == self.block_size:
             return self.tensor[block].cpu()
-        if not self.small:
+        if not self.fp8:
             copy = torch.zeros(self._shape, dtype=self._dtype, device="cpu")
             copy[:, :held] = self.tensor[block][:, :held]
             return copy
         rows = self.block(block, 0, self.block_size)
-        assert isinstance(rows, SmallRows)
-        copied = SmallRows(rows.numbers.clone(), rows.scales.clone(), rows.dtype)
+        assert isinstance(rows, Fp8Rows)
+        copied = Fp8Rows(rows.numbers.clone(), rows.scales.clone(), rows.dtype)
         copied.numbers.view(torch.uint8)[:, held:] = 0
         copied.scales[:, held:] = 0
         return block_of(copied)
@@ -352,24 +352,24 @@ class BlockRows(BlockMemory):
         flight."""
         with self._lock:  # rows must not move meanwhile, and `_pending` must be the last copy
             # Rows may have moved to the host since `stored`.
-            rows = quantised(rows) if self.small and isinstance(rows, Tensor) else rows
-            rows = rows if self.small else wide(rows)
+            rows = quantised(rows) if self.fp8 and isinstance(rows, Tensor) else rows
+            rows = rows if self.fp8 else dequantised(rows)
             target = self.block(block, offset, offset + (rows.shape[1] if isinstance(rows, Tensor) else rows.tokens))
             if rows.is_cuda and not self.on_device:
                 self._pending = rows_to_host(rows, target)
             else:
                 _copy(rows, target)
 
-    def _reserved(self) -> _Place:
+    def _reserved_on_host(self) -> _Place:
         """Reserves address space for as many blocks as host memory could hold, or fewer if the process may not have so much."""
-        block_bytes = block_nbytes(self._shape) if self._small else self._block_bytes
+        block_bytes = block_nbytes(self._shape) if self._fp8 else self._block_bytes
         blocks, device = (
             self._mapped + cdiv(total_host_bytes(), block_bytes),
             self.device if self.device.type == "cuda" else None,
         )
         while True:
             try:
-                if not self._small:
+                if not self._fp8:
                     return _Place(Region((blocks, *self._shape), self._dtype, device), False)
                 memory = Region((blocks, block_bytes), torch.uint8, device)
                 break
@@ -379,9 +379,9 @@ class BlockRows(BlockMemory):
                 blocks //= 2
         with lasting_tensors():
             numbers = numbers_of(memory.tensor, self._shape)
-            return _Place(memory, False, small=(numbers, scales_of(numbers)))
+            return _Place(memory, False, fp8=(numbers, scales_of(numbers)))
 
-    def _reserved_near(self) -> Region | DeviceRegion | None:
+    def _reserved_on_device(self) -> Region | DeviceRegion | None:
         """The same on the device; None if it has no memory of its own, or no virtual memory management."""
         try:
             return region((cdiv(total_bytes(self.device), self._block_bytes), *self._shape), self._dtype, self.device)

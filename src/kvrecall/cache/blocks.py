@@ -150,7 +150,7 @@ class BlockTable:
         self.unchanged: dict[int, int] = {}
         """How many first tokens of each layer are unchanged, with their summaries, since the sequence was saved; by the
         layer's number. The next save writes only the others."""
-        self._near: dict[torch.device, Tensor] = {}
+        self._by_device: dict[torch.device, Tensor] = {}
 
     def __del__(self) -> None:
         self.pool.release(self.blocks)
@@ -169,13 +169,13 @@ class BlockTable:
         """The blocks of tokens start .. stop - 1 for writing: shared ones are copied, missing ones are taken."""
         size = self.pool.block_size
         while len(self.blocks) * size < stop:
-            self._near = {}
+            self._by_device = {}
             self.blocks.append(self.pool.take())
         for place in range(start // size, cdiv(stop, size)):
             block = self.blocks[place]
             if self.pool.shared(block):
                 own = self.pool.copied(block, min(size, max(0, self._tokens() - place * size)))
-                self._near = {}
+                self._by_device = {}
                 self.unchanged = {layer: min(count, place * size) for layer, count in self.unchanged.items()}
                 self.blocks[place] = own  # before the release, so that a table never names a released block
                 self.pool.release([block])
@@ -185,7 +185,7 @@ class BlockTable:
         """Gives up the blocks in which no layer holds a token."""
         held = self._held()
         if held < len(self.blocks):
-            self._near = {}
+            self._by_device = {}
             gone = self.blocks[held:]
             del self.blocks[held:]
             self.pool.release(gone)
@@ -200,9 +200,9 @@ class BlockTable:
 
     def on(self, device: torch.device) -> Tensor:
         """The table int32 `[blocks]` on a device, cached until it changes. Read-only."""
-        if device not in self._near:
-            self._near[device] = sent_integers(self.blocks, device)
-        return self._near[device]
+        if device not in self._by_device:
+            self._by_device[device] = sent_integers(self.blocks, device)
+        return self._by_device[device]
 
     def _held(self) -> int:
         return cdiv(self._tokens(), self.pool.block_size)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.core.cuda import copy_2d
-from kvrecall.core.fp8 import SmallRows, StoredRows, part_of, wide
+from kvrecall.core.fp8 import Fp8Rows, StoredRows, dequantised, part_of
 from kvrecall.core.launch import kernels_available
 from kvrecall.core.structs import HostTable
 
@@ -77,13 +77,13 @@ def read_keys(source: RowSource, start: int, keys: Tensor) -> None:
 
 def _fill(rows: StoredRows, keys: Tensor) -> None:
     """Copies the keys of rows `[H_kv, n, 2, D]`."""
-    if isinstance(rows, SmallRows):
-        keys.copy_(rows.to(keys.device).keys().wide())
+    if isinstance(rows, Fp8Rows):
+        keys.copy_(rows.to(keys.device).keys().dequantise())
     elif rows.device == keys.device:
         keys.copy_(rows[:, :, 0])
     else:  # a copy moves whole runs of bytes; the CPU would have to gather the keys first
-        for near, own in zip(keys, rows, strict=True):
-            near.copy_(own.to(keys.device, non_blocking=True)[:, 0])
+        for target, head in zip(keys, rows, strict=True):
+            target.copy_(head.to(keys.device, non_blocking=True)[:, 0])
 
 
 def copy_heads(rows: StoredRows, target: StoredRows) -> None:
@@ -97,8 +97,8 @@ def copy_heads(rows: StoredRows, target: StoredRows) -> None:
     if isinstance(rows, Tensor) or isinstance(target, Tensor):
         assert isinstance(rows, Tensor) and isinstance(target, Tensor), "rows in different forms"
         if not copy_2d(rows, target):
-            for near, own in zip(target, rows, strict=True):
-                near.copy_(own, non_blocking=True)
+            for head, source in zip(target, rows, strict=True):
+                head.copy_(source, non_blocking=True)
         return
     copy_heads(rows.numbers.view(torch.uint8), target.numbers.view(torch.uint8))
     copy_heads(rows.scales, target.scales)
@@ -144,14 +144,14 @@ def prefetch_pieces(
     def place(number: int) -> StoredRows:
         begin, end = bounds[number]
         own = [x[number % places, :, : end - begin] for x in made]
-        return own[0] if isinstance(like, Tensor) else SmallRows(own[0], own[1], like.dtype)
+        return own[0] if isinstance(like, Tensor) else Fp8Rows(own[0], own[1], like.dtype)
 
     def fill(number: int) -> None:
         begin, end = bounds[number]
         for rows, at, behind in _parts(source, begin, end - begin):
             copy_heads(rows, part_of(place(number), at, behind))
 
-    with rotate(device, len(bounds), places, fill, lambda number: take(wide(place(number)))) as pieces:
+    with rotate(device, len(bounds), places, fill, lambda number: take(dequantised(place(number)))) as pieces:
         yield pieces
 
 
@@ -210,18 +210,13 @@ def rows_to_host(rows: StoredRows, target: StoredRows) -> torch.cuda.Event:
 
 def rows_to_device(block: StoredRows, device: torch.device) -> Tensor:
     """Rows `[H_kv, n, 2, D]` in the model's dtype on the device; from the host by `copy_heads`, whose rule for the host's
-    memory holds. Rows in eight bits are widened on the device."""
-    if isinstance(block, SmallRows):
-        if block.device == device or device.type != "cuda":
-            return block.wide().to(device)
-        near = block.empty_on(device)
-        copy_heads(block, near)
-        return near.wide()
+    memory holds. Rows in eight bits are dequantised there."""
     if block.device == device or device.type != "cuda":
-        return block.to(device)
-    near = torch.empty(block.shape, dtype=block.dtype, device=device)
-    copy_heads(block, near)
-    return near
+        return dequantised(block).to(device)
+    is_fp8 = isinstance(block, Fp8Rows)
+    rows = block.empty_on(device) if is_fp8 else torch.empty(block.shape, dtype=block.dtype, device=device)
+    copy_heads(block, rows)
+    return dequantised(rows)
 
 
 @cache

@@ -21,7 +21,7 @@ from kvrecall.cache.blocks import BlockPool, BlockTable, block_tables, stacked, 
 from kvrecall.cache.copies import Taken, prefetch_pieces, rows_to_device
 from kvrecall.cache.zone_rows import ZoneRows
 from kvrecall.cache.zones import ZoneLengths, ZoneSizes
-from kvrecall.core.fp8 import StoredRows, as_stored, wide
+from kvrecall.core.fp8 import StoredRows, as_stored, dequantised
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import HostTable, Rows, lasting_tensors, sent_integers
 
@@ -133,15 +133,15 @@ class LayerStore:
 
     def __init__(
         self, sequences: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device, sizes: ZoneSizes,
-        layer: int = 0, tables: list[BlockTable] | None = None, on_device: bool = False, small: bool = False,
+        layer: int = 0, tables: list[BlockTable] | None = None, on_device: bool = False, fp8: bool = False,
     ) -> None:  # fmt: skip
         """layer: its number. tables: block tables of the sequences, shared by the layers of a cache; this layer must be new to
-        them. None: own tables. on_device: rows of the retrieval zone lie on the device while it has room. small: rows in host
+        them. None: own tables. on_device: rows of the retrieval zone lie on the device while it has room. fp8: rows in host
         memory are in eight bits."""
         self.sizes = sizes
         self.resident = DevicePool(sequences, heads, sizes.resident_capacity, dim, dtype, device)
         tables = block_tables(sequences, device) if tables is None else tables
-        self._layer, self._row, self._small = layer, (heads, dim, dtype, device), small
+        self._layer, self._row, self._fp8 = layer, (heads, dim, dtype, device), fp8
         self.memory = self._memory(tables[0].pool, on_device)
         """The memory of the layer's rows; holding it keeps the address valid."""
         self.host = [ZoneRows(layer, self.memory, table) for table in tables]
@@ -151,8 +151,8 @@ class LayerStore:
 
     def _memory(self, pool: BlockPool, on_device: bool) -> BlockRows:
         heads, dim, dtype, device = self._row
-        name, small = ("rows", self._layer, *self._row, on_device, self._small), self._small
-        return pool.memory(name, lambda: BlockRows(heads, pool.block_size, dim, dtype, device, on_device, pool.named, small))
+        name, fp8 = ("rows", self._layer, *self._row, on_device, self._fp8), self._fp8
+        return pool.memory(name, lambda: BlockRows(heads, pool.block_size, dim, dtype, device, on_device, pool.named, fp8))
 
     @property
     def on_device(self) -> bool:
@@ -165,13 +165,13 @@ class LayerStore:
         return self.memory.rows
 
     @property
-    def small(self) -> bool:
+    def fp8(self) -> bool:
         """Whether the rows of the retrieval zone are in eight bits."""
-        return self.memory.small
+        return self.memory.fp8
 
     def as_stored(self, rows: Tensor) -> Tensor:
         """Rows or keys `[…, D]` as they are read back from the retrieval zone."""
-        return as_stored(rows) if self.small else rows
+        return as_stored(rows) if self.fp8 else rows
 
     def place(self, on_device: bool) -> None:
         """Moves rows of the retrieval zone to the device, or to the host. Other copies of the sequences keep their place. If
@@ -187,7 +187,7 @@ class LayerStore:
             return
         before.wait()
         for block in blocks:
-            rows.store(rows.stored(wide(before.block(block, 0, before.block_size))), block, 0)
+            rows.store(rows.stored(dequantised(before.block(block, 0, before.block_size))), block, 0)
         rows.wait()
         self.memory, self.host = rows, [zone.placed(rows) for zone in self.host]
 
@@ -370,23 +370,23 @@ class LayerStore:
         entered. `take` must read them on the current stream only. Blocks on the device are joined to pieces of the same size,
         and resident rows to the first piece.
         """
-        near, host = self.resident.view(sequence), self.host[sequence]
-        first = (take(rows) for rows in (near,) if rows.shape[1])
-        heads, _, _, dim = near.shape
-        tokens = max(1, _PIECE_BYTES // (heads * 2 * dim * near.element_size()))
+        resident, host = self.resident.view(sequence), self.host[sequence]
+        first = (take(rows) for rows in (resident,) if rows.shape[1])
+        heads, _, _, dim = resident.shape
+        tokens = max(1, _PIECE_BYTES // (heads * 2 * dim * resident.element_size()))
         if host.on_device and host.length:
             yield chain(first, (take(rows) for rows in _joined(host, tokens)))
             return
-        if near.device.type != "cuda" or not host.length:
-            yield chain(first, (take(rows_to_device(rows, near.device)) for rows in host.blocks()))
+        if resident.device.type != "cuda" or not host.length:
+            yield chain(first, (take(rows_to_device(rows, resident.device)) for rows in host.blocks()))
             return
-        others = [near] if near.shape[1] else []
+        others = [resident] if resident.shape[1] else []
 
         def with_others(rows: Tensor) -> Taken:
             return take(torch.cat([others.pop(), rows], 1) if others else rows)
 
         # The first piece is small, because `take` waits for it. Resident rows are few: alone they would take as long as many.
-        with prefetch_pieces(host, 0, host.length, tokens, near.device, with_others, cdiv(tokens, 4)) as pieces:
+        with prefetch_pieces(host, 0, host.length, tokens, resident.device, with_others, cdiv(tokens, 4)) as pieces:
             yield pieces
 
     def _remember(self, sequence: int, start: int, window: Tensor) -> None:

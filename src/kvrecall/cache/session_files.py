@@ -256,7 +256,7 @@ def form_of(memory: BlockMemory, wanted: str) -> str:
     """The form in which a memory is saved. wanted: for rows that lie in the dtype of the model, "plain" or "fp8"."""
     if not isinstance(memory, BlockRows):
         return "plain"
-    return "fp8" if memory.small else wanted
+    return "fp8" if memory.fp8 else wanted
 
 
 def block_nbytes(memory: BlockMemory, form: str) -> int:
@@ -270,15 +270,15 @@ def block_nbytes(memory: BlockMemory, form: str) -> int:
 def block_bytes(memory: BlockMemory, block: int, place: int, tokens: int, form: str) -> Tensor:
     """A block as it is written, a tensor of `block_nbytes` on the CPU. place, tokens: as `BlockMemory.cleared`."""
     held = memory.cleared(block, place, tokens)
-    already = isinstance(memory, BlockRows) and memory.small
+    already = isinstance(memory, BlockRows) and memory.fp8
     return fp8.block_of(fp8.quantised(held)) if form == "fp8" and not already else held
 
 
 def reader_of(memory: BlockMemory, form: str) -> Callable[[Tensor], Tensor] | None:
     """Makes a block of the memory of bytes that were written in a form; None if the bytes are the block."""
-    if not isinstance(memory, BlockRows) or memory.small == (form == "fp8"):
+    if not isinstance(memory, BlockRows) or memory.fp8 == (form == "fp8"):
         return None
     shape, dtype = memory.shape, memory.dtype
     if form == "fp8":
-        return lambda content: fp8.rows_of(content, shape, dtype).wide()
+        return lambda content: fp8.rows_of(content, shape, dtype).dequantise()
     return lambda content: fp8.block_of(fp8.quantised(content.view(dtype).view(shape)))

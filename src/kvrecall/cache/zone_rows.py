@@ -11,7 +11,7 @@ from kvrecall.cache.block_rows import BlockRows
 from kvrecall.cache.blocks import BlockTable
 from kvrecall.cache.copies import read_keys
 from kvrecall.core.cuda import staging
-from kvrecall.core.fp8 import SmallRows, StoredRows, host_row_bytes, part_of, scales_of, wide
+from kvrecall.core.fp8 import Fp8Rows, StoredRows, dequantised, host_row_bytes, part_of, scales_of
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import HostTable
 
@@ -38,7 +38,7 @@ class ZoneRows:
     def nbytes(self) -> int:
         """Bytes of the stored rows; a shared block counts for every sequence that uses it."""
         heads, _, _, dim = self._rows.shape
-        return self.length * heads * host_row_bytes(dim, self._rows.dtype, self._rows.small)
+        return self.length * heads * host_row_bytes(dim, self._rows.dtype, self._rows.fp8)
 
     @property
     def on_device(self) -> bool:
@@ -68,7 +68,7 @@ class ZoneRows:
         self.make_room(rows.shape[1], of_prompt)
         stored = self.write(self.length, rows)
         self.extend(self.length + rows.shape[1])  # counted last, so that an error stores nothing
-        return wide(stored)
+        return dequantised(stored)
 
     def make_room(self, tokens: int, of_prompt: bool = False) -> None:
         """Allocates room for the next `tokens` rows, so that storing them cannot run out of memory; for all of an announced
@@ -152,10 +152,10 @@ class ZoneRows:
         out = staging((len(ids), 2, dim), dtype) if pin else torch.empty(len(ids), 2, dim, dtype=dtype, device="cpu")
         if len(ids):
             rows, block = self._rows.rows, self.block_table.on(ids.device)[ids // size].long()
-            if self._rows.small:
+            if self._rows.fp8:
                 at = block, heads, ids % size
-                taken = SmallRows(rows.view(torch.uint8)[at].view(rows.dtype), scales_of(rows)[at], dtype)
-                return out.copy_(taken.wide())
+                taken = Fp8Rows(rows.view(torch.uint8)[at].view(rows.dtype), scales_of(rows)[at], dtype)
+                return out.copy_(taken.dequantise())
             number = (block * kv_heads + heads) * size + ids % size
             every = rows.view(-1, 2 * dim)
             if rows.device.type == "cuda":
@@ -186,9 +186,9 @@ class ZoneRows:
         stop: `length` by default; more for rows that are written but not counted. on_device: only the GPU's current stream
         will read them, so it waits for copies in flight, not the host. of: memory of all blocks, if it is another one.
         """
-        self._rows.wait(on_device and not self._rows.small)
+        self._rows.wait(on_device and not self._rows.fp8)
         for block, begin, end in self._runs(start, stop):
-            yield wide(self._rows.block(block, begin, end)) if of is None else of[block][:, begin:end]
+            yield dequantised(self._rows.block(block, begin, end)) if of is None else of[block][:, begin:end]
 
     def stored(self, start: int = 0, stop: int | None = None) -> Iterator[StoredRows]:
         """Views of the rows start .. stop - 1 in order, each `[H_kv, n, 2, D]`, in the form in which they are stored, for a GPU

@@ -133,10 +133,10 @@ def _described(source: Tensor, target: Tensor) -> Copy2D | None:
 
 def _gpu(source: Tensor, target: Tensor) -> tuple[int, bool] | None:
     """The number of the GPU, and whether the target is on it; None unless the other tensor is in page-locked host memory."""
-    near, host = (target, source) if target.is_cuda else (source, target)
-    if not near.is_cuda or host.is_cuda or _function() is None or not host.is_pinned():
+    gpu, host = (target, source) if target.is_cuda else (source, target)
+    if not gpu.is_cuda or host.is_cuda or _function() is None or not host.is_pinned():
         return None
-    return near.get_device(), near is target
+    return gpu.get_device(), gpu is target
 
 
 def _start(copy: Copy2D, index: int) -> None:
@@ -186,12 +186,10 @@ class HostCopy:
 
     def __init__(self, *tensors: Tensor) -> None:
         """Starts the copies, behind the work of the tensors' current stream."""
-        self._near, self._done = list[Tensor](), None
-        for tensor in tensors:
-            near = tensor
-            if tensor.is_cuda:
-                near = staging(tuple(tensor.shape), tensor.dtype).copy_(tensor, non_blocking=True)
-            self._near.append(near)
+        self._copies, self._done = (
+            [staging(tuple(x.shape), x.dtype).copy_(x, non_blocking=True) if x.is_cuda else x for x in tensors],
+            None,
+        )
         if device := next((tensor.device for tensor in tensors if tensor.is_cuda), None):
             self._done = torch.cuda.Event()
             self._done.record(torch.cuda.current_stream(device))
@@ -200,11 +198,11 @@ class HostCopy:
         """The tensors on the CPU, in order; those that lay there are not copied."""
         if self._done is not None:
             self._done.synchronize()
-        return self._near
+        return self._copies
 
     def ready(self) -> list[Tensor] | None:
         """As `wait`, but None if a copy is not done. The host never waits."""
-        return self._near if self._done is None or self._done.query() else None
+        return self._copies if self._done is None or self._done.query() else None
 
 
 def to_device(device: torch.device, *tensors: Tensor) -> list[Tensor]:

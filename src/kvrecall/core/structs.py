@@ -175,14 +175,14 @@ class HostTable:
         return self.rows.shape[2]
 
     @property
-    def small(self) -> bool:
+    def fp8(self) -> bool:
         """Whether rows are in eight bits."""
         return self.rows.dtype == torch.float8_e4m3fn
 
     @property
     def pool(self) -> Tensor:
         """The rows as kernels get them: those in eight bits as uint8 (`core.triton`)."""
-        return self.rows.view(torch.uint8) if self.small else self.rows
+        return self.rows.view(torch.uint8) if self.fp8 else self.rows
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class LayerShape:
     """Rotary embedding and key statistics of the layer; None: unknown, and an index that needs them refuses."""
     zone_start: int = 0
     """Position of the retrieval zone's first token."""
-    small_rows: bool = False
+    fp8_rows: bool = False
     """Whether rows in host memory are in eight bits (`core.fp8`)."""
 
     @property
@@ -53,7 +53,7 @@ class LayerShape:
     @property
     def host_row_bytes(self) -> int:
         """Key and value of one token and KV head in host memory."""
-        return host_row_bytes(self.head_dim, self.dtype, self.small_rows)
+        return host_row_bytes(self.head_dim, self.dtype, self.fp8_rows)
 
 
 def with_statistics(shape: LayerShape, statistics: LayerStatistics | None) -> LayerShape:

@@ -180,19 +180,19 @@ class TokenStep(IndexStep):
         self.ids[..., :width] = torch.where(searching.unsqueeze(-1), found, self.ids[..., :width])
         self.counts.copy_(torch.where(searching, real.sum(-1, dtype=torch.int32), self.counts))
 
-    def step(self, asked: SlotStep) -> Tensor:
+    def step(self, inputs: SlotStep) -> Tensor:
         from kvrecall.cache.slot_kernels import row_kernel
 
-        assert isinstance(asked.zones, DeviceZones)
+        assert isinstance(inputs.zones, DeviceZones)
         table = self.spec.host
-        keys = as_stored(asked.keys) if table.small else asked.keys
+        keys = as_stored(inputs.keys) if table.fp8 else inputs.keys
         for memory, new in zip(self._memories, self.summaries(keys), strict=True):
             width = memory.layout.width
             row_kernel[(self.spec.slots * self.spec.shape.kv_heads,)](
-                new.contiguous(), memory.rows, asked.zones.rows, table.blocks, self.spec.shape.kv_heads, table.blocks.stride(0),
+                new.contiguous(), memory.rows, inputs.zones.rows, table.blocks, self.spec.shape.kv_heads, table.blocks.stride(0),
                 memory.rows.stride(0), BLOCK=table.block_size, WIDTH=width, BW=next_power_of_2(width), num_warps=1,
             )  # fmt: skip
-        return super().step(asked)
+        return super().step(inputs)
 
     def _gathered(self, blocks: Tensor) -> list[Tensor]:
         """The summaries in blocks int32 `[slots, w]`, `[slots, H_kv, w * block_size, width]` for each table."""

@@ -57,7 +57,7 @@ class Reversible(ABC):
     prompt_from: list[int | None]
 
     def __init__(self) -> None:
-        self.half_built = False
+        self.incomplete = False
         """Whether an error has struck while tables of the index were written."""
         self.mark: Mark | None = None
         """While the layer is changed, what to go back to."""
@@ -67,9 +67,9 @@ class Reversible(ABC):
     @contextmanager
     def building_index(self) -> Iterator[None]:
         """Marks the layer as torn while an error inside is not undone."""
-        before, self.half_built = self.half_built, True
+        before, self.incomplete = self.incomplete, True
         yield
-        self.half_built = before
+        self.incomplete = before
 
     @abstractmethod
     def forget(self, sequence: int) -> None:
@@ -97,7 +97,7 @@ def all_of_it(state: Reversible, rewind: Callable[[], None] = lambda: None) -> I
 
 def begin(state: Reversible, rewind: Callable[[], None]) -> None:
     """Marks the layer's present state, after making its index whole."""
-    if state.half_built:
+    if state.incomplete:
         _renew_index(state)
     state.store.mark()
     seen = [] if state.log is None else [state.log.mark(b) for b in range(state.store.sequences)]
@@ -115,7 +115,7 @@ def mend(state: Reversible) -> bool:
     if state.mark is not None:
         undo(state)
         return True
-    if state.half_built:
+    if state.incomplete:
         _renew_index(state)
     return False
 
@@ -141,7 +141,7 @@ def _undo_index(state: Reversible) -> None:
     if state.index is None:
         return
     known, stored = list(state.index.lengths), [pool.length for pool in state.store.host]
-    if state.half_built or any(own < held for own, held in zip(known, stored, strict=True)):
+    if state.incomplete or any(own < held for own, held in zip(known, stored, strict=True)):
         _renew_index(state)
         return
     with state.building_index():
@@ -154,7 +154,7 @@ def _undo_index(state: Reversible) -> None:
 
 def _renew_index(state: Reversible) -> None:
     """Rebuilds the index: its tables may hold anything, but all rows are there. Static sets are chosen again, too."""
-    state.half_built = True  # until the new index is whole
+    state.incomplete = True  # until the new index is whole
     state.last_steps.forget()
     state.index = index = state.method.build_index(state.shape)
     assert index is not None
@@ -163,7 +163,7 @@ def _renew_index(state: Reversible) -> None:
     for b in range(state.store.sequences):
         state.forget(b)
     state.reindex()
-    state.half_built = False
+    state.incomplete = False
 
 
 @dataclass(frozen=True)

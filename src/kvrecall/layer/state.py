@@ -57,8 +57,8 @@ class LayerState(Reversible):
         super().__init__()
         self.layer, self.shape, self._observe = layer, shape, observe_queries
         size = shape.sequences, shape.kv_heads, shape.head_dim
-        near = self._belongs_near(method) if rows_on_device is None else rows_on_device
-        self.store = LayerStore(*size, shape.dtype, shape.device, method.zone_sizes(), layer, tables, near, shape.small_rows)
+        on_device = self._belongs_on_device(method) if rows_on_device is None else rows_on_device
+        self.store = LayerStore(*size, shape.dtype, shape.device, method.zone_sizes(), layer, tables, on_device, shape.fp8_rows)
         # Kernels of a GPU run behind the host's back, so wall time per stage means something only with a synchronisation.
         timed = shape.device.type == "cpu" or profile
         self.counters = Counters(shape.device, shape.host_row_bytes, timed)
@@ -70,7 +70,7 @@ class LayerState(Reversible):
         """Which sequences were given a key or value that is not finite."""
         self._adopt(method)
 
-    def _belongs_near(self, method: Method) -> bool:
+    def _belongs_on_device(self, method: Method) -> bool:
         """Whether rows that every step reads can lie in memory of the device's own."""
         return has_own_memory(self.shape.device) and not method.searches(self.layer)
 
@@ -342,7 +342,7 @@ class LayerState(Reversible):
         other.on_search = None  # observers of this state did not ask for the other one
         if method.at(self.layer) != self.method:
             other.shape, log = shape or other.shape, other.log
-            other.store.place(other._belongs_near(method) if rows_on_device is None else rows_on_device)
+            other.store.place(other._belongs_on_device(method) if rows_on_device is None else rows_on_device)
             other._adopt(method)
             other.prompt_from = [0] * self.store.sequences
             if log is not None and other.log is not None:

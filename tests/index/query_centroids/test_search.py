@@ -62,7 +62,7 @@ def test_scores_are_exact_products(
 ) -> None:
     rows = gaussian(seed, KV_HEADS, tokens, 2, dim).to(DTYPES[dtype])
     table = filled(rows, block_size=block_size, small=small).table(rows.device)
-    rows = quantised(rows.float()).wide() if small else rows  # fp32 products of scales and numbers
+    rows = quantised(rows.float()).dequantise() if small else rows  # fp32 products of scales and numbers
     assert table is not None
     queries = gaussian(seed + 1, KV_HEADS, group, dim)
     ids, counts = reference.distinct(random_lists(seed, 1, kept, tokens), tokens, tokens, None, cut=True)

@@ -371,7 +371,7 @@ class RetrievalCache(CacheState):
         elif self.rows_on_device is None and has_own_memory(device := device or self._device()):
             dense = sum(not (method or self.method).searches(layer.number) for layer in self.retrieval_layers)
             layers -= layers_near(rows(False), dense, room_for_rows(device))
-        return rows(self.small_rows) * layers
+        return rows(self.fp8_rows) * layers
 
 
 _UNCHANGED = "The cache is unchanged."

@@ -106,7 +106,7 @@ class RetrievalLayer(CacheLayerMixin):
         b, heads, _, dim = keys.shape
         cache = self.running.cache
         known = self._statistics(cache, heads, dim)
-        shape = LayerShape(b, queries.shape[1], heads, dim, keys.dtype, keys.device, known, small_rows=cache.small_rows)
+        shape = LayerShape(b, queries.shape[1], heads, dim, keys.dtype, keys.device, known, fp8_rows=cache.fp8_rows)
         with explained(self.number, shape, cache.method, max(cache.reserved_tokens, keys.shape[2])):
             tables = cache.block_tables(self.number, b, keys.device)
             near = self.rows_on_device(cache, shape, keys.shape[2])

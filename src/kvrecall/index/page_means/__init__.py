@@ -305,8 +305,8 @@ class PageMeansStep(IndexStep):
     def search_early(self, queries: Tensor, fire: Tensor, zones: SlotZones, scaling: float) -> None:
         self.base.search_early(queries, fire, zones, scaling)
 
-    def step(self, asked: SlotStep) -> Tensor:
-        return self.base.step(asked)
+    def step(self, inputs: SlotStep) -> Tensor:
+        return self.base.step(inputs)
 
     def leave(self, slot: int, index: Index, sequence: int, tokens: int, keys: Callable[[], Tensor]) -> None:
         self.base.leave(slot, cast(PageMeansIndex, index).base, sequence, tokens, keys)

@@ -82,12 +82,12 @@ class CentroidConfig(IndexConfig):
         return count * (lists + shape.query_heads * (shape.head_dim * shape.dtype.itemsize + 8))
 
 
-class Asked(NamedTuple):
-    """A search that the device has begun. arriving: waits, and returns the query `[H_q, D]` and the recalled lists, int32
+class StartedSearch(NamedTuple):
+    """A search that the device has begun. wait: waits, and returns the query `[H_q, D]` and the recalled lists, int32
     `[H_kv, C', rho]`, where they are reranked."""
 
     recalled: Recalled
-    arriving: Callable[[], list[Tensor]]
+    wait: Callable[[], list[Tensor]]
 
 
 class CentroidIndex(PerSequence, Index):
@@ -102,7 +102,7 @@ class CentroidIndex(PerSequence, Index):
         self._listed = [0] * shape.sequences  # tokens that the lists know; every search recalls the later ones
         self._counts = [0] * shape.sequences
         self._excluded: list[Tensor | None] = [None] * shape.sequences
-        self._found: dict[int, tuple[Asked, Rerank]] = {}  # last search of each sequence, for `after_attention`
+        self._found: dict[int, tuple[StartedSearch, Rerank]] = {}  # last search of each sequence, for `after_attention`
         self._sources: Sequence[RowSource] = ()
         self._kernels = kernels_available(shape.device)
         self._scaling = shape.head_dim**-0.5
@@ -151,24 +151,24 @@ class CentroidIndex(PerSequence, Index):
     def start_search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Callable[[], Selection]:
         """The device compares queries and centroids; the rest may be the host's, which then has the result."""
         self._scaling = budget.scaling
-        begun = [self._ask(q, b) for q, b in zip(queries, sequences, strict=True)]
+        begun = [self._start(q, b) for q, b in zip(queries, sequences, strict=True)]
         return lambda: stack_selections([self._rerank(q, b, budget) for q, b in zip(begun, sequences, strict=True)])
 
     def candidates(self, queries: Tensor, budget: Budget, sequences: list[int]) -> list[Tensor] | None:
         """The recalled ids; heads with fewer ids repeat their first."""
         found = []
         for query, b in zip(queries, sequences, strict=True):
-            ids, _ = self._recalled(self._ask(query, b).arriving()[1], b, self._excluded[b])
+            ids, _ = self._recalled(self._start(query, b).wait()[1], b, self._excluded[b])
             found.append(torch.where(ids < 0, ids[:, :1], ids).long().unsqueeze(1).to(query.device))
         return found
 
     def after_attention(self, sequences: list[int]) -> None:
         """Dynamic centroid update (Algorithm 2 d)."""
         for b in sequences:
-            asked, found = self._found.pop(b, (None, None))
+            started, found = self._found.pop(b, (None, None))
             lists = self._lists[b]
-            if asked is not None and found is not None and lists is not None and self._config.dynamic_update:
-                self._replace_oldest(b, lists, found.as_centroid(asked.recalled))
+            if started is not None and found is not None and lists is not None and self._config.dynamic_update:
+                self._replace_oldest(b, lists, found.as_centroid(started.recalled))
 
     def exclude(self, sequence: int, ids: Tensor | None) -> None:
         self._excluded[sequence] = ids
@@ -228,10 +228,12 @@ class CentroidIndex(PerSequence, Index):
         _, counts = distinct(picked, self._counts[sequence], self._counts[sequence], None)
         return float((counts.float() / (picked >= 0).flatten(1).sum(1).clamp_min(1)).mean())
 
-    def _ask(self, query: Tensor, sequence: int) -> Asked:
+    def _start(self, query: Tensor, sequence: int) -> StartedSearch:
         """Starts the search of a query `[H_q, D]`."""
         recalled = self._recall(query, sequence)
-        return Asked(recalled, HostCopy(query, recalled.picked).wait if self._on_host else lambda: [query, recalled.picked])
+        return StartedSearch(
+            recalled, HostCopy(query, recalled.picked).wait if self._on_host else lambda: [query, recalled.picked]
+        )
 
     def _recall(self, query: Tensor, sequence: int) -> Recalled:
         lists, heads = self._lists[sequence], self._shape.kv_heads
@@ -243,14 +245,14 @@ class CentroidIndex(PerSequence, Index):
             return recall(lists, query, heads, self._config.recalled_centroids)
         return ivf.recall(lists, query, heads, self._config.recalled_centroids)
 
-    def _rerank(self, asked: Asked, sequence: int, budget: Budget) -> tuple[Tensor, Tensor]:
-        query, picked = asked.arriving()
+    def _rerank(self, started: StartedSearch, sequence: int, budget: Budget) -> tuple[Tensor, Tensor]:
+        query, picked = started.wait()
         ids, counts = self._recalled(picked, sequence, None, cut=False)
         grouped = query.float().unflatten(0, (self._shape.kv_heads, -1))
         listed = self._config.list_tokens if self._config.dynamic_update else 0
         source, excluded = self._sources[sequence], self._excluded[sequence]
         found = rerank(grouped, source, ids, counts, budget, self._config.gqa, self._on_host, excluded, listed)
-        self._found[sequence] = asked, found
+        self._found[sequence] = started, found
         return found.best
 
     def _recalled(self, picked: Tensor, sequence: int, excluded: Tensor | None, cut: bool = True) -> tuple[Tensor, Tensor]:

@@ -174,8 +174,8 @@ def _score(queries, rows, kind, scales, blocks, size, ids, counts, scaling, scor
         piece = task - begin[h]
         first, last = piece * _PIECE, min((piece + 1) * _PIECE, counts[h])
         places, scale_places = places_of(blocks, size, heads, h, ids[h, first:last], dim, kind)
-        near = in_word_order(queries[h], kind)
-        score_keys(rows, kind, places, scales, scale_places, near, _AHEAD, width, scores[h], first)
+        ordered = in_word_order(queries[h], kind)
+        score_keys(rows, kind, places, scales, scale_places, ordered, _AHEAD, width, scores[h], first)
         if last == counts[h]:
             scores[h, :, last:] = -np.inf
         for g in range(scores.shape[1]):

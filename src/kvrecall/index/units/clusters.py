@@ -237,12 +237,12 @@ class SegmentStep(UnitStep):
     def most_units(self, units: Units, tokens: int, steps: int) -> int:
         return units.reps.shape[1] + steps
 
-    def end(self, asked: SlotStep) -> None:
+    def end(self, inputs: SlotStep) -> None:
         from kvrecall.index.units.grow import segment_kernel
 
-        assert isinstance(asked.zones, DeviceZones)
-        args, sizes = end_arguments(self.spec, asked)
-        marks, longest = asked.zones.marks, self.spec.longest_segment
+        assert isinstance(inputs.zones, DeviceZones)
+        args, sizes = end_arguments(self.spec, inputs)
+        marks, longest = inputs.zones.marks, self.spec.longest_segment
         segment_kernel[(len(self.plan),)](
             *args.begin, self.plan, marks, *args.logs, *args.numbers, longest, marks.shape[1], args.window,
             BM=next_power_of_2(longest), T=_READ_TOKENS, FIELDS=FIELDS, **sizes,

@@ -214,10 +214,10 @@ class PageStep(UnitStep):
         # The last page grows in its place, and so does its end; pages have offsets that are small.
         return GrowingUnits(table.reps, table.members, units.offsets, units.reps[:, -1:].clone())
 
-    def end(self, asked: SlotStep) -> None:
+    def end(self, inputs: SlotStep) -> None:
         from kvrecall.index.units.grow import page_kernel
 
-        args, sizes = end_arguments(self.spec, asked)
+        args, sizes = end_arguments(self.spec, inputs)
         page_kernel[(len(self.plan),)](
             *args.begin, self.plan, self._tails, *args.logs, *args.numbers, args.window, PAGE=self._page,
             T=next_power_of_2(self._page), SPREAD=self._config.bounds == "mean-deviation",

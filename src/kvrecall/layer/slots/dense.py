@@ -92,6 +92,6 @@ def require_near(state: LayerState) -> None:
             f"layer {state.layer} searches nothing and its keys and values are in host memory, which no graph reads whole",
             "Decode uncaptured (capture=None), with fewer tokens, or with a method that searches every layer.",
         )
-    if state.store.small:
+    if state.store.fp8:
         told = f"layer {state.layer} searches nothing and its keys and values are in eight bits"
         raise CaptureError(told, 'Decode uncaptured (capture=None), or make the cache with host_rows="plain".')

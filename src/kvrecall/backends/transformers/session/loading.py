@@ -142,7 +142,7 @@ class _Load:
         known = None if cache.statistics is None else cache.statistics.layer(number, heads.kv, heads.dim)
         shape = LayerShape(
             len(self._session.tables), heads.query, heads.kv, heads.dim, self._dtype, self._device, known,
-            small_rows=cache.small_rows,
+            fp8_rows=cache.fp8_rows,
         )  # fmt: skip
         near = layer.rows_on_device(cache, shape, self._session.tokens)
         state = LayerState(number, shape, cache.method, cache.profile, cache.observe_queries, tables, near)
