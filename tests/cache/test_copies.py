@@ -121,7 +121,7 @@ def test_reads_wait_for_what_is_on_its_way(seed: int, late: SideStream) -> None:
 
 
 def test_without_waiting_it_would_show(late: SideStream, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BlockRows, "arrive", lambda *_, **__: None)
+    monkeypatch.setattr(BlockRows, "wait", lambda *_, **__: None)
     assert any(not torch.isfinite(x).all() for x in course(0))
 
 

@@ -189,7 +189,7 @@ class Runtime:
     cudaHostUnregister = staticmethod(lambda *_: print("released"))
 torch.cuda.cudart = lambda: Runtime
 kept, gone = (Region((1000,), torch.float32, torch.device("cuda")) for _ in range(2))
-kept.give(1000), gone.give(1000)
+kept.commit(1000), gone.commit(1000)
 del gone
 print("ends")
 """

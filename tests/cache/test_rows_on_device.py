@@ -171,7 +171,7 @@ def test_a_device_that_promises_more_than_it_gives(error: Exception, monkeypatch
     monkeypatch.setattr(block_rows, "_warned", True)
     made, commit = near(), Region.commit
     stored = fill(made, 0, 1, 70)
-    region = made._rows._place.region
+    region = made.memory._place.region
 
     def refused(self: Region, pieces: int) -> None:
         if self is region:

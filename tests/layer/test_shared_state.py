@@ -68,7 +68,7 @@ def test_a_copy_in_other_zones_knows_of_non_finite_keys() -> None:
             copy.raise_non_finite()
 
 
-@pytest.mark.parametrize("half_built", [False, True])
+@pytest.mark.parametrize("incomplete", [False, True])
 def test_an_error_in_one_sequence_leaves_no_static_set_in_another_that_its_index_does_not_know(incomplete: bool) -> None:
     """The index is made anew for all sequences then; static tokens would be found, and attended, a second time."""
     method = kvrecall.PRKV(
@@ -91,7 +91,7 @@ def test_an_error_in_one_sequence_leaves_no_static_set_in_another_that_its_index
             assert len(real) == len(set(real)) == 8
 
 
-@pytest.mark.parametrize("where", ["append", "learn", "watch", "truncate", "prepare"])
+@pytest.mark.parametrize("where", ["append", "after_attention", "observe_attention", "truncate", "prepare"])
 @pytest.mark.parametrize("name", ["ctkvr", "h2o", "pariskv-balanced"])
 def test_an_index_that_an_error_has_torn_is_made_anew(name: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     small: dict[str, Any] = {"tokens_per_centroid": 3, "pool_tokens": 5} if name == "ctkvr" else {}
@@ -112,7 +112,7 @@ def test_an_index_that_an_error_has_torn_is_made_anew(name: str, where: str, mon
 def _touch(layer: LayerState, where: str) -> None:
     if where == "truncate":
         layer.crop(0, 30)
-    elif where == "learn":
+    elif where == "after_attention":
         layer.after_attention([0])
     elif where == "append":
         layer.absorb(0, torch.zeros(2, 1, 2, 64))

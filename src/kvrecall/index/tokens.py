@@ -184,12 +184,12 @@ class TokenStep(IndexStep):
         from kvrecall.cache.slot_kernels import row_kernel
 
         assert isinstance(inputs.zones, DeviceZones)
-        table = self.spec.host
+        table, heads = self.spec.host, self.spec.shape.kv_heads
         keys = as_stored(inputs.keys) if table.fp8 else inputs.keys
         for memory, new in zip(self._memories, self.summaries(keys), strict=True):
             width = memory.layout.width
-            row_kernel[(self.spec.slots * self.spec.shape.kv_heads,)](
-                new.contiguous(), memory.rows, inputs.zones.rows, table.blocks, self.spec.shape.kv_heads, table.blocks.stride(0),
+            row_kernel[(self.spec.slots * heads,)](
+                new.contiguous(), memory.rows, inputs.zones.rows, table.blocks, heads, table.blocks.stride(0),
                 memory.rows.stride(0), BLOCK=table.block_size, WIDTH=width, BW=next_power_of_2(width), num_warps=1,
             )  # fmt: skip
         return super().step(inputs)

@@ -66,7 +66,7 @@ class Reversible(ABC):
 
     @contextmanager
     def building_index(self) -> Iterator[None]:
-        """Marks the layer as torn while an error inside is not undone."""
+        """Marks the layer as incomplete while an error inside is not undone."""
         before, self.incomplete = self.incomplete, True
         yield
         self.incomplete = before
@@ -137,7 +137,7 @@ def undo(state: Reversible) -> None:
 
 
 def _undo_index(state: Reversible) -> None:
-    """Cuts the index back to the retrieval zone. Rebuilds it if it may be torn or lacks tokens."""
+    """Cuts the index back to the retrieval zone. Rebuilds it if it may be incomplete or lacks tokens."""
     if state.index is None:
         return
     known, stored = list(state.index.lengths), [pool.length for pool in state.store.host]
