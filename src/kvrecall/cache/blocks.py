@@ -213,13 +213,8 @@ class BlockTable:
 
 def stacked(tables: list[BlockTable], device: torch.device) -> Tensor:
     """int32 `[B, W]` on a device, as `HostTable.blocks`."""
-    return stacked_blocks([table.on(device) for table in tables])
-
-
-def stacked_blocks(own: list[Tensor]) -> Tensor:
-    """Stacks the blocks int32 `[W_b]` of each sequence to `[B, W]`."""
     with lasting_tensors():
-        return torch.nn.utils.rnn.pad_sequence(own, batch_first=True)
+        return torch.nn.utils.rnn.pad_sequence([table.on(device) for table in tables], batch_first=True)
 
 
 def block_tables(sequences: int, device: torch.device) -> list[BlockTable]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.cache.block_rows import BlockRows
-from kvrecall.cache.blocks import BlockPool, BlockTable, block_tables, stacked, stacked_blocks
+from kvrecall.cache.blocks import BlockPool, BlockTable, block_tables, stacked
 from kvrecall.cache.copies import Taken, prefetch_pieces, rows_to_device
 from kvrecall.cache.zone_rows import ZoneRows
 from kvrecall.cache.zones import ZoneLengths, ZoneSizes
@@ -200,7 +200,7 @@ class LayerStore:
         known = self._whole
         same = known is not None and len(own) == len(known[0]) and all(map(is_, own, known[0]))
         if known is None or not same or known[1] != lengths:
-            blocks = known[2] if known is not None and same else stacked_blocks(own)
+            blocks = known[2] if known is not None and same else stacked([zone.block_table for zone in self.host], device)
             known = self._whole = own, lengths, blocks, sent_integers(lengths, device)
         return HostTable(self.memory.rows, known[2], self.memory.dtype), known[3]
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from kvrecall.cache.blocks import BlockTable
 from kvrecall.cache.copies import RowSource
 from kvrecall.cache.slot_zones import ZonePlan
 from kvrecall.cache.zones import ZoneSizes
@@ -59,16 +58,6 @@ class LayerShape:
 def with_statistics(shape: LayerShape, statistics: LayerStatistics | None) -> LayerShape:
     """The shape with these statistics, unless it has some."""
     return shape if statistics is None or shape.statistics is not None else replace(shape, statistics=statistics)
-
-
-@runtime_checkable
-class BlockSource(Protocol):
-    """The blocks of one sequence of one layer, for an index that keeps its summaries in blocks of the same ids."""
-
-    layer: int
-    """The layer's number."""
-    block_table: BlockTable
-    """The block table of the sequence. It has room for a token before the token is appended to the index."""
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from kvrecall.cache.block_rows import BlockBytes
 from kvrecall.cache.blocks import BlockTable, block_size_on, block_tables
+from kvrecall.cache.zone_rows import ZoneRows
 from kvrecall.core.archive import Archive
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import lasting_tensors
-from kvrecall.index.base import BlockSource, RowSource
+from kvrecall.index.base import RowSource
 
 WIDE = 16
 """Captured decoding rounds tokens up to a multiple of this, so that summaries are read by wide loads."""
@@ -176,7 +177,7 @@ class TokenTable:
     def bind(self, sources: Sequence[RowSource]) -> None:
         """Uses the blocks of these zones, one zone per sequence, and moves existing rows there. Does nothing for zones without
         blocks."""
-        zones = [source for source in sources if isinstance(source, BlockSource)]
+        zones = [source for source in sources if isinstance(source, ZoneRows)]
         if len(zones) < len(sources):
             return
         tables, layer = [zone.block_table for zone in zones], zones[0].layer

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 from kvrecall import parts
 from kvrecall.cache.zones import ZoneSizes
 from kvrecall.core.errors import CompositionError, ParameterError, UnknownNameError
-from kvrecall.core.launch import have_numba
 from kvrecall.core.typed_fields import TypedFields
 from kvrecall.fetch import Direct, Staged
 from kvrecall.index.base import Index, IndexConfig, LayerShape
@@ -260,8 +259,6 @@ def _with_index(method: Method) -> None:
             raise CompositionError(
                 f"index={index} with attend=host", "weights of sampled tokens have no CPU kernel", 'Use attend="device".'
             )
-        if not have_numba():
-            raise CompositionError("attend=host", "attention on the CPU is compiled by numba", "pip install numba.")
     prune = method.prune_config()
     if prune is not None and index.weighs:
         raise CompositionError(

@@ -20,7 +20,7 @@ from torch import Tensor
 from kvrecall.core.archive import Archive
 from kvrecall.core.cuda import HostCopy
 from kvrecall.core.errors import ParameterError, UnknownNameError
-from kvrecall.core.launch import have_numba, kernels_available
+from kvrecall.core.launch import kernels_available
 from kvrecall.core.per_sequence import PerSequence
 from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.base import Index, IndexConfig, LayerShape, RowSource, stack_selections
@@ -96,7 +96,7 @@ class CentroidIndex(PerSequence, Index):
     of_sequence = ("_lists", "_shared", "_listed", "_counts", "_excluded")
 
     def __init__(self, shape: LayerShape, config: CentroidConfig) -> None:
-        self._shape, self._config = shape, config
+        self._shape, self._config, self._on_host = shape, config, config.rerank == "host"
         self._lists: list[CentroidLists | None] = [None] * shape.sequences
         self._shared = [False] * shape.sequences  # whether a copy of this index may read the same lists
         self._listed = [0] * shape.sequences  # tokens that the lists know; every search recalls the later ones
@@ -213,10 +213,6 @@ class CentroidIndex(PerSequence, Index):
         chosen = super().select(sequences)
         chosen._found = {}
         return chosen
-
-    @property
-    def _on_host(self) -> bool:
-        return self._config.rerank == "host" and have_numba()
 
     def _replace_oldest(self, sequence: int, lists: CentroidLists, newest: CentroidLists) -> None:
         lists = lists.copy() if self._shared[sequence] else lists

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from kvrecall.core.archive import Archive
-from kvrecall.core.launch import have_numba
 from kvrecall.index.base import LayerShape
 from kvrecall.index.units import inner_products
 from kvrecall.select.queries import ObservedQueries
@@ -189,7 +188,7 @@ def _pad_last(ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
 
 def best_positions(scores: Tensor, k: int) -> Tensor:
     """Ascending positions of the k largest, int `[..., k]`, ties to the lower one."""
-    if scores.device.type == "cpu" and have_numba():
+    if scores.device.type == "cpu":
         from kvrecall.index.query_centroids.cpu import top_k_rows
 
         return top_k_rows(scores, k)

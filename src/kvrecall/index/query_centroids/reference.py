@@ -8,10 +8,8 @@ from torch import Tensor
 from kvrecall.index.base import RowSource
 
 
-def distinct(
-    lists: Tensor, tokens: int, first_always: int, excluded: Tensor | None, cut: bool = False
-) -> tuple[Tensor, Tensor]:
-    """See `cpu.distinct`. Does not wait for a GPU unless `cut`."""
+def distinct(lists: Tensor, tokens: int, first_always: int, excluded: Tensor | None) -> tuple[Tensor, Tensor]:
+    """See `cpu.distinct`; as many columns as there can be ids, because the host does not wait for a GPU."""
     heads, device = lists.shape[0], lists.device
     most = min(tokens, lists[0].numel() + tokens - first_always)
     wanted = torch.zeros(heads, tokens + 1, dtype=torch.bool, device=device)
@@ -26,7 +24,7 @@ def distinct(
     ids = torch.full((heads, most + 1), -1, dtype=torch.int32, device=device)
     every = torch.arange(tokens + 1, dtype=torch.int32, device=device).expand(heads, -1)
     ids.scatter_(1, torch.where(wanted, place - 1, most).long(), every)  # unwanted ids all go to an extra column
-    return ids[:, : int(counts.max()) if cut else most].contiguous(), counts
+    return ids[:, :most].contiguous(), counts
 
 
 def score_rows(queries: Tensor, source: RowSource, ids: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.core.cuda import to_device
-from kvrecall.core.launch import have_numba, kernels_available
+from kvrecall.core.launch import kernels_available
 from kvrecall.core.structs import Budget
 from kvrecall.index.base import RowSource
 from kvrecall.index.query_centroids import reference
@@ -48,11 +48,11 @@ def distinct(lists: Tensor, tokens: int, first_always: int, excluded: Tensor | N
     Returns ascending ids int32 `[H_kv, R]`, padded with -1, and counts int32 `[H_kv]`, on the lists' device. cut: on the CPU, R
     is the largest count; otherwise R may be larger.
     """
-    if lists.device.type == "cpu" and have_numba():
+    if lists.device.type == "cpu":
         from kvrecall.index.query_centroids import cpu
 
         return cpu.distinct(lists, tokens, first_always, excluded, cut)
-    return reference.distinct(lists, tokens, first_always, excluded, cut and lists.device.type == "cpu")
+    return reference.distinct(lists, tokens, first_always, excluded)
 
 
 def rerank(

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from kvrecall.cache.blocks import block_tables, stacked
 from kvrecall.cache.slot_zones import ZonePlan
+from kvrecall.cache.zone_rows import ZoneRows
 from kvrecall.cache.zones import ZoneSizes
 from kvrecall.core.archive import Archive
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.launch import cdiv, kernels_available
 from kvrecall.core.structs import Budget, Selection, lasting_tensors
-from kvrecall.index.base import BlockSource, Index, LayerShape, RowSource, stack_selections
+from kvrecall.index.base import Index, LayerShape, RowSource, stack_selections
 from kvrecall.index.sphere import reference
 from kvrecall.index.sphere.codes import BLOCK, CENTROIDS, MAGNITUDE_BYTES, Codes, encode
 from kvrecall.index.sphere.config import STAGE_ONE, SphereConfig
@@ -116,7 +117,7 @@ class SphereIndex(Index):
         return self.config.layout(self._shape, self._tables[0].pool.block_size)
 
     def bind(self, sources: Sequence[RowSource]) -> None:
-        zones = [source for source in sources if isinstance(source, BlockSource)]
+        zones = [source for source in sources if isinstance(source, ZoneRows)]
         assert len(zones) == len(sources), "codes lie in the blocks of their rows"
         tables, layer = [zone.block_table for zone in zones], zones[0].layer
         if not self._bound or tables[0].pool is not self._tables[0].pool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.core.archive import Archive
-from kvrecall.core.launch import have_numba, kernels_available
+from kvrecall.core.launch import kernels_available
 from kvrecall.core.per_sequence import PerSequence
 from kvrecall.core.structs import Budget, Selection, lasting_tensors
 from kvrecall.index.base import Index, IndexConfig, LayerShape, RowSource, stack_selections
@@ -201,7 +201,7 @@ def inner_products(queries: Tensor, reps: Tensor) -> Tensor:
 
     Summed in float64 and rounded, so that equal units have equal scores at every place and on every device.
     """
-    if reps.device.type == "cpu" and have_numba():
+    if reps.device.type == "cpu":
         from kvrecall.index.units import cpu
 
         return cpu.inner_products(queries, reps)
@@ -226,7 +226,7 @@ def fill_budget(ranked: Tensor, units: Units, top_k: int) -> Tensor:
 
 
 def _fill(ranked: Tensor, units: Units, top_k: int) -> Tensor:
-    if ranked.device.type == "cpu" and have_numba():
+    if ranked.device.type == "cpu":
         from kvrecall.index.units import cpu
 
         return cpu.fill_budget(ranked, units.members, units.offsets, top_k)
