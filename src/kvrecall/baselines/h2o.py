@@ -81,15 +81,15 @@ class AccumulatedIndex(TokenIndex):
         super().archive(archive, tokens)
         self._left.archive(archive, "left", list(tokens))
         self._sums.archive(archive, "sums", [None] * len(tokens))
-        for b, own in archive.each("found", len(tokens)):
-            self._offset[b] = own.integer("offset", self._offset[b])
-            found = self._found[b]
-            if own.has("kept", found):
+        for b, part in archive.each("found", len(tokens)):
+            self._offset[b] = part.integer("offset", self._offset[b])
+            search = self._found[b]
+            if part.has("kept", search):
                 sets = self._group if self._gqa == "per_head" else 1
-                kept = own.tensor("kept", found and found[0], (self._kv_heads, sets, None), torch.bool)
+                mask = part.tensor("kept", search and search[0], (self._kv_heads, sets, None), torch.bool)
                 self._found[b] = (
-                    kept,
-                    own.integer("zone", found[1] if found else 0, kept.shape[2], min(kept.shape[2], tokens[b])),
+                    mask,
+                    part.integer("zone", search[1] if search else 0, mask.shape[2], min(mask.shape[2], tokens[b])),
                 )
 
     def select(self, sequences: list[int]) -> AccumulatedIndex:
@@ -101,8 +101,8 @@ class AccumulatedIndex(TokenIndex):
         """Attention of each head to each token so far, fp32 `[H_kv, G, n]`; independent of the queries."""
         left = self._left.view(sequence).transpose(1, 2)
         sums = self._sums.view(sequence)[:, self._offset[sequence] :][:, : left.shape[2]].transpose(1, 2)
-        known = torch.nn.functional.pad(sums, (0, left.shape[2] - sums.shape[2]))
-        return known.masked_fill(~left, float("-inf"))
+        padded = torch.nn.functional.pad(sums, (0, left.shape[2] - sums.shape[2]))
+        return padded.masked_fill(~left, float("-inf"))
 
     def rank(self, queries: Tensor, sequence: int, scaling: float) -> Tensor:
         scores = self.score(queries, sequence, scaling)
@@ -112,22 +112,22 @@ class AccumulatedIndex(TokenIndex):
         """Also remembers which tokens are kept, for `after_attention`."""
         for b in sequences:
             ranked, excluded = self.rank(queries, b, budget.scaling), self.excluded[b]
-            kept = torch.zeros_like(ranked, dtype=torch.bool)
+            mask = torch.zeros_like(ranked, dtype=torch.bool)
             top_k = budget.top_k
             if excluded is not None:
                 at = excluded.long().unsqueeze(1).expand(-1, ranked.shape[1], -1)
-                ranked, kept = ranked.scatter(-1, at, float("-inf")), kept.scatter(-1, at, True)
+                ranked, mask = ranked.scatter(-1, at, float("-inf")), mask.scatter(-1, at, True)
             order = torch.sort(ranked, dim=-1, descending=True, stable=True).indices[..., :top_k]
-            kept = kept.scatter(-1, order, True) & (ranked.isfinite() | kept)
-            self._found[b] = kept, ranked.shape[-1]
+            mask = mask.scatter(-1, order, True) & (ranked.isfinite() | mask)
+            self._found[b] = mask, ranked.shape[-1]
         return super().search(queries, budget, sequences)
 
     def after_attention(self, sequences: list[int]) -> None:
         """Drops the tokens that the last search left out; tokens that came since stay."""
         for b in sequences:
-            found = self._found[b]
-            if found is not None:
-                self._left.writable(b)[:, : found[1]] &= found[0].transpose(1, 2)
+            search = self._found[b]
+            if search is not None:
+                self._left.writable(b)[:, : search[1]] &= search[0].transpose(1, 2)
 
     def observe_attention(
         self, sequence: int, observed: ObservedQueries, resident: list[tuple[Tensor, int]], offset: int, scaling: float,

@@ -74,8 +74,8 @@ class MilestoneIndex(PageIndex):
 
     def mark_prompt(self, sequence: int, begin: int, end: int) -> None:
         # A crop may have removed a later prompt completely.
-        known = [(first, min(last, begin)) for first, last in self._prompts[sequence]] + [(max(0, begin), end)]
-        self._prompts[sequence] = [(first, last) for first, last in known if first < last]
+        prompts = [(first, min(last, begin)) for first, last in self._prompts[sequence]] + [(max(0, begin), end)]
+        self._prompts[sequence] = [(first, last) for first, last in prompts if first < last]
 
     def truncate(self, sequence: int, tokens: int) -> None:
         super().truncate(sequence, tokens)
@@ -85,23 +85,23 @@ class MilestoneIndex(PageIndex):
 
     def archive(self, archive: Archive, tokens: list[int]) -> None:
         super().archive(archive, tokens)
-        for b, own in archive.each("times", len(tokens)):
+        for b, part in archive.each("times", len(tokens)):
             times, after, shape = self._times[b], self._next[b], (*self._times[b].shape[:2], None)
-            self._step[b] = own.integer("step", self._step[b])
-            self._times[b] = own.tensor("times", times, shape, torch.int64, least=-1)
-            self._known[b] = own.integer("known", self._known[b], most=tokens[b])
-            flat = own.integers("prompts", [end for prompt in self._prompts[b] for end in prompt])
+            self._step[b] = part.integer("step", self._step[b])
+            self._times[b] = part.tensor("times", times, shape, torch.int64, least=-1)
+            self._known[b] = part.integer("known", self._known[b], most=tokens[b])
+            flat = part.integers("prompts", [end for prompt in self._prompts[b] for end in prompt])
             self._prompts[b] = list(zip(flat[::2], flat[1::2], strict=False))
             if len(flat) % 2 or any(first >= last for first, last in self._prompts[b]):
-                own.refuse("prompts", "pairs of first and last tokens", flat)
+                part.refuse("prompts", "pairs of first and last tokens", flat)
             if self._known[b] // self._rule.page_tokens > self._times[b].shape[2]:
-                own.refuse("known", "tokens of pages with times", self._known[b])
-            if own.has("next", after):
-                found = own.tensor("next", after and after[0], shape, torch.int64, least=-1)
-                known = own.integer("next_known", after[1] if after else 0, most=tokens[b])
-                if known // self._rule.page_tokens > found.shape[2]:
-                    own.refuse("next_known", "tokens of pages with times", known)
-                self._next[b] = found, known
+                part.refuse("known", "tokens of pages with times", self._known[b])
+            if part.has("next", after):
+                next_times = part.tensor("next", after and after[0], shape, torch.int64, least=-1)
+                next_tokens = part.integer("next_known", after[1] if after else 0, most=tokens[b])
+                if next_tokens // self._rule.page_tokens > next_times.shape[2]:
+                    part.refuse("next_known", "tokens of pages with times", next_tokens)
+                self._next[b] = next_times, next_tokens
 
     def after_attention(self, sequences: list[int]) -> None:
         """Takes over the times after the last search."""
@@ -126,9 +126,9 @@ class MilestoneIndex(PageIndex):
         times = torch.where(left & (place < marked), now, times)
         # By time, latest first; then by score; then the lower page. Kept prompts come first.
         key = times.clone()
-        kept = self._prompt_pages(sequence)
-        if self._rule.keep_prompt and sum(last - first for first, last in kept) * size <= budget.top_k:
-            for first, last in kept:
+        prompts = self._prompt_pages(sequence)
+        if self._rule.keep_prompt and sum(last - first for first, last in prompts) * size <= budget.top_k:
+            for first, last in prompts:
                 pages = key[..., first:last]
                 pages.masked_fill_(pages >= 0, now + 1)
         by_time = torch.sort(key.gather(-1, order), dim=-1, descending=True, stable=True).indices
@@ -143,10 +143,10 @@ class MilestoneIndex(PageIndex):
 
     def _prompt_pages(self, sequence: int) -> list[tuple[int, int]]:
         """(first page, end) of each prompt, without overlaps. The last one may still be in the window."""
-        found, size = [(0, 0)], self._rule.page_tokens
+        pages, size = [(0, 0)], self._rule.page_tokens
         for begin, end in self._prompts[sequence]:
-            found.append((max(begin // size, found[-1][1]), -(-end // size)))
-        return found
+            pages.append((max(begin // size, pages[-1][1]), -(-end // size)))
+        return pages
 
     def _current(self, sequence: int, units: Units) -> Tensor:
         """The times of all pages; pages with new tokens count as new."""

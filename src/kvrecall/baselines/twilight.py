@@ -48,8 +48,8 @@ def group_shares(logits: Tensor, mode: str) -> Tensor:
 def prune(ids: Tensor, logits: Tensor, mode: str, p: float) -> tuple[Tensor, Tensor]:
     """Prunes ids int32 `[H_kv, K]` (-1: none) with logits fp64 `[H_kv, G', K]`; returns ids and counts."""
     padding = (ids < 0).unsqueeze(1)
-    kept = top_p_positions(group_shares(logits.masked_fill(padding, float("-inf")), mode), p)
-    return union_rows(torch.where(kept & ~padding, ids.unsqueeze(1), -1))
+    mask = top_p_positions(group_shares(logits.masked_fill(padding, float("-inf")), mode), p)
+    return union_rows(torch.where(mask & ~padding, ids.unsqueeze(1), -1))
 
 
 class Quantised(NamedTuple):
@@ -138,13 +138,13 @@ class PrunedIndex(IndexWrapper):
         for part in (self.base, *self.tables):
             part.truncate(sequence, tokens)
 
-    def finish(self, found: Selection, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
+    def finish(self, selection: Selection, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
         grouped = search_queries(queries, self._kv_heads, self._gqa).double()
-        kept = []
-        for ids, query, b in zip(found.ids.to(queries.device), grouped, sequences, strict=True):
+        pruned = []
+        for ids, query, b in zip(selection.ids.to(queries.device), grouped, sequences, strict=True):
             logits = torch.einsum("hgd,hkd->hgk", query, self._keys(b, ids)) * budget.scaling
-            kept.append(prune(ids, logits, self._gqa, self._config.p))
-        return replace(stack_selections(kept), estimated=found.estimated)
+            pruned.append(prune(ids, logits, self._gqa, self._config.p))
+        return replace(stack_selections(pruned), estimated=selection.estimated)
 
     def _keep(self, sequence: int, keys: Tensor) -> None:
         packed = quantise(keys, self._config.bits)

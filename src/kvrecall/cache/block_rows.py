@@ -300,18 +300,18 @@ class BlockRows(BlockMemory):
         """A copy of a block on the CPU, `[H_kv, block_size, 2, D]`, or uint8 `[n]` in eight bits. The block is number `place`
         of a sequence; rows that do not belong to the sequence's first `tokens` tokens are zero."""
         self.wait()
-        held = min(self.block_size, tokens - place * self.block_size)
-        if held == self.block_size:
+        count = min(self.block_size, tokens - place * self.block_size)
+        if count == self.block_size:
             return self.tensor[block].cpu()
         if not self.fp8:
             copy = torch.zeros(self._shape, dtype=self._dtype, device="cpu")
-            copy[:, :held] = self.tensor[block][:, :held]
+            copy[:, :count] = self.tensor[block][:, :count]
             return copy
         rows = self.block(block, 0, self.block_size)
         assert isinstance(rows, Fp8Rows)
         copied = Fp8Rows(rows.numbers.clone(), rows.scales.clone(), rows.dtype)
-        copied.numbers.view(torch.uint8)[:, held:] = 0
-        copied.scales[:, held:] = 0
+        copied.numbers.view(torch.uint8)[:, count:] = 0
+        copied.scales[:, count:] = 0
         return block_of(copied)
 
     def _count(self, blocks: int) -> None:

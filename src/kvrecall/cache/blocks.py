@@ -57,10 +57,10 @@ class BlockPool:
     def memory(self, key: Hashable, make: Callable[[], _Memory]) -> _Memory:
         """The memory named `key`, made if it does not exist. All users of a name need the same class and shape."""
         with self._lock:
-            known = self.memories.get(key)
-            if known is None:
-                known = self.memories[key] = make()
-            return known  # type: ignore[return-value]
+            memory = self.memories.get(key)
+            if memory is None:
+                memory = self.memories[key] = make()
+            return memory  # type: ignore[return-value]
 
     @property
     def used(self) -> int:
@@ -74,12 +74,12 @@ class BlockPool:
         with self._lock:
             assert not self._users, "the pool is in use"
             self._users = [0] * (1 + max((block for blocks in tables for block in blocks), default=-1))
-            made = [BlockTable(self) for _ in tables]
-            for table, blocks in zip(made, tables, strict=True):
+            adopted = [BlockTable(self) for _ in tables]
+            for table, blocks in zip(adopted, tables, strict=True):
                 table.blocks = list(blocks)
                 self.share(blocks)
             assert all(self._users), "a block that no table uses"
-            return made
+            return adopted
 
     @property
     def named(self) -> int:
@@ -174,28 +174,28 @@ class BlockTable:
         for place in range(start // size, cdiv(stop, size)):
             block = self.blocks[place]
             if self.pool.shared(block):
-                own = self.pool.copied(block, min(size, max(0, self._tokens() - place * size)))
+                copy = self.pool.copied(block, min(size, max(0, self._tokens() - place * size)))
                 self._by_device = {}
                 self.unchanged = {layer: min(count, place * size) for layer, count in self.unchanged.items()}
-                self.blocks[place] = own  # before the release, so that a table never names a released block
+                self.blocks[place] = copy  # before the release, so that a table never names a released block
                 self.pool.release([block])
         return self.blocks[start // size : cdiv(stop, size)]
 
     def release_unused(self) -> None:
         """Gives up the blocks in which no layer holds a token."""
-        held = self._held()
-        if held < len(self.blocks):
+        used = self._held()
+        if used < len(self.blocks):
             self._by_device = {}
-            gone = self.blocks[held:]
-            del self.blocks[held:]
+            gone = self.blocks[used:]
+            del self.blocks[used:]
             self.pool.release(gone)
 
     def fork(self) -> BlockTable:
         """A table for a copy of the sequence, which shares the blocks."""
         other = BlockTable(self.pool)
-        kept = self.blocks[: self._held()]
-        self.pool.share(kept)
-        other.blocks, other.lengths, other.unchanged = kept, dict(self.lengths), dict(self.unchanged)
+        blocks = self.blocks[: self._held()]
+        self.pool.share(blocks)
+        other.blocks, other.lengths, other.unchanged = blocks, dict(self.lengths), dict(self.unchanged)
         return other
 
     def on(self, device: torch.device) -> Tensor:

@@ -139,12 +139,12 @@ def prefetch_pieces(
     kinds = (like,) if isinstance(like, Tensor) else like[:2]
     nbytes = sum(prod(x.shape) * x.dtype.itemsize for x in kinds) * whole
     places = min(max(2, _PLACES_BYTES // nbytes), len(bounds))
-    made = [torch.empty(places, x.shape[0], whole, *x.shape[2:], dtype=x.dtype, device=device) for x in kinds]
+    buffers = [torch.empty(places, x.shape[0], whole, *x.shape[2:], dtype=x.dtype, device=device) for x in kinds]
 
     def place(number: int) -> StoredRows:
         begin, end = bounds[number]
-        own = [x[number % places, :, : end - begin] for x in made]
-        return own[0] if isinstance(like, Tensor) else Fp8Rows(own[0], own[1], like.dtype)
+        views = [x[number % places, :, : end - begin] for x in buffers]
+        return views[0] if isinstance(like, Tensor) else Fp8Rows(views[0], views[1], like.dtype)
 
     def fill(number: int) -> None:
         begin, end = bounds[number]

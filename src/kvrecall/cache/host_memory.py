@@ -130,8 +130,8 @@ _TOUCHED_BYTES, _MOST_THREADS = 8 << 20, 16
 def _flags() -> dict[str, int]:
     if not hasattr(mmap, "MAP_PRIVATE"):
         return {}
-    known = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    return {"flags": known | getattr(mmap, "MAP_NORESERVE", _NORESERVE if sys.platform.startswith("linux") else 0)}
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return {"flags": flags | getattr(mmap, "MAP_NORESERVE", _NORESERVE if sys.platform.startswith("linux") else 0)}
 
 
 def _fault_in(slab: Tensor) -> None:

@@ -195,14 +195,14 @@ class LayerStore:
         """(addresses of the retrieval zones' rows for the layer's device, their numbers int32 `[B]`), for one attention to all.
         The number is 0 for sequences that are not named. Cached until something changes."""
         device = self.memory.device
-        own = [zone.block_table.on(device) for zone in self.host]
+        tables = [zone.block_table.on(device) for zone in self.host]
         lengths = [zone.length if b in sequences else 0 for b, zone in enumerate(self.host)]
-        known = self._whole
-        same = known is not None and len(own) == len(known[0]) and all(map(is_, own, known[0]))
-        if known is None or not same or known[1] != lengths:
-            blocks = known[2] if known is not None and same else stacked([zone.block_table for zone in self.host], device)
-            known = self._whole = own, lengths, blocks, sent_integers(lengths, device)
-        return HostTable(self.memory.rows, known[2], self.memory.dtype), known[3]
+        cached = self._whole
+        same = cached is not None and len(tables) == len(cached[0]) and all(map(is_, tables, cached[0]))
+        if cached is None or not same or cached[1] != lengths:
+            blocks = cached[2] if cached is not None and same else stacked([zone.block_table for zone in self.host], device)
+            cached = self._whole = tables, lengths, blocks, sent_integers(lengths, device)
+        return HostTable(self.memory.rows, cached[2], self.memory.dtype), cached[3]
 
     @property
     def pinned(self) -> bool:
@@ -294,13 +294,13 @@ class LayerStore:
         self._remember(sequence, before.sink, window[:, : before.local + before.buffer])
         to_sink = after.sink - before.sink
         self.resident.make_room(after.sink + window.shape[1] - to_sink - moved)
-        own = None
+        stored = None
         if moved:
-            own = self.host[sequence].append(window[:, to_sink : to_sink + moved], of_prompt=True)
+            stored = self.host[sequence].append(window[:, to_sink : to_sink + moved], of_prompt=True)
         if to_sink:
             self.resident.replace(sequence, before.sink, window[:, :to_sink])
         self.resident.replace(sequence, after.sink, window[:, to_sink + moved :])
-        return own
+        return stored
 
     def evict(self, sequence: int, at_most: int | None = None) -> Tensor | None:
         """Moves the oldest window tokens to the host if the buffer is full; returns them like `append_chunk`.
@@ -315,9 +315,9 @@ class LayerStore:
             return None
         window = self.resident.view(sequence, zones.sink).clone()
         self._remember(sequence, zones.sink, window)
-        own = self.host[sequence].append(window[:, :moved])
+        stored = self.host[sequence].append(window[:, :moved])
         self.resident.replace(sequence, zones.sink, window[:, moved:])
-        return own
+        return stored
 
     def crop(self, sequence: int, tokens: int) -> None:
         """Forgets all but the first `tokens` tokens. Local is refilled from the host as far as possible."""
@@ -407,12 +407,12 @@ def _joined(zone: ZoneRows, tokens: int) -> Iterator[Tensor]:
     A head's rows in two blocks are not contiguous, and for one block of 1,024 rows the merge takes a good part of the
     attention's time. So one launch copies the blocks of a piece into contiguous memory. This takes little time beside the
     attention of a chunk of a prompt."""
-    parts, held = list[Tensor](), 0
+    parts, count = list[Tensor](), 0
     for rows in zone.blocks(on_device=True):
-        if parts and held + rows.shape[1] > tokens:
+        if parts and count + rows.shape[1] > tokens:
             yield torch.cat(parts, 1) if len(parts) > 1 else parts[0]
-            parts, held = [], 0
+            parts, count = [], 0
         parts.append(rows)
-        held += rows.shape[1]
+        count += rows.shape[1]
     if parts:
         yield torch.cat(parts, 1) if len(parts) > 1 else parts[0]

@@ -98,12 +98,12 @@ def write(folder: PrivateFolder, files: list[NewFile]) -> None:
 
 def _write_part(descriptor: int, file: NewFile, number: int) -> None:
     offset, nbytes, get = file.parts[number]
-    held = as_bytes(get())
-    assert len(held) == nbytes
-    file.crcs[number] = zlib.crc32(held)
+    content = as_bytes(get())
+    assert len(content) == nbytes
+    file.crcs[number] = zlib.crc32(content)
     at = 0
     while at < nbytes:
-        piece = held[at : at + _WRITTEN]
+        piece = content[at : at + _WRITTEN]
         empty = not piece[0] and not piece[-1] and not piece.tobytes().strip(b"\0")  # a hole of the file reads as zeros
         at += len(piece) if empty else os.pwrite(descriptor, piece, offset + at)
 
@@ -143,16 +143,16 @@ class OpenFiles:
         except OSError as error:
             raise SessionError(name, "a file that can be read", error.strerror) from None
         self.descriptors[name] = descriptor
-        if (held := os.fstat(descriptor).st_size) != size:
-            raise SessionError(name, f"a file of {size:,} bytes", f"{held:,} bytes")
+        if (length := os.fstat(descriptor).st_size) != size:
+            raise SessionError(name, f"a file of {size:,} bytes", f"{length:,} bytes")
 
     def tensor(self, place: Place, dtype: torch.dtype, shape: list[int], verify: bool) -> Tensor:
         """A tensor on the CPU. Raises HostMemoryError for one that memory cannot hold, before it is read."""
         if place.nbytes > _CHECKED and place.nbytes > (available := available_host_bytes()):
             raise HostMemoryError(place.nbytes, available, place.nbytes // dtype.itemsize)
-        held = torch.empty(shape, dtype=dtype, device="cpu")
-        self.read(place, held, verify)
-        return held
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")
+        self.read(place, tensor, verify)
+        return tensor
 
     def read(self, place: Place, into: Tensor, verify: bool) -> None:
         """Fills a contiguous CPU tensor of `place.nbytes` bytes."""
@@ -164,12 +164,12 @@ class OpenFiles:
 
     def verify(self, place: Place) -> None:
         """Reads bytes piece by piece and keeps none of them. Raises SessionError for other ones than were written."""
-        piece, at, found = memoryview(bytearray(min(place.nbytes, _VERIFIED))), 0, 0
+        piece, at, crc = memoryview(bytearray(min(place.nbytes, _VERIFIED))), 0, 0
         while at < place.nbytes:
             count = self._read(place, piece[: place.nbytes - at], at)
-            found = zlib.crc32(piece[:count], found)
+            crc = zlib.crc32(piece[:count], crc)
             at += count
-        _check(place, found)
+        _check(place, crc)
 
     def _read(self, place: Place, into: memoryview, at: int) -> int:
         """Reads some of a place's bytes from number `at` on; returns how many. Raises SessionError where the file ends."""
@@ -269,9 +269,9 @@ def block_nbytes(memory: BlockMemory, form: str) -> int:
 
 def block_bytes(memory: BlockMemory, block: int, place: int, tokens: int, form: str) -> Tensor:
     """A block as it is written, a tensor of `block_nbytes` on the CPU. place, tokens: as `BlockMemory.cleared`."""
-    held = memory.cleared(block, place, tokens)
+    content = memory.cleared(block, place, tokens)
     already = isinstance(memory, BlockRows) and memory.fp8
-    return fp8.block_of(fp8.quantised(held)) if form == "fp8" and not already else held
+    return fp8.block_of(fp8.quantised(content)) if form == "fp8" and not already else content
 
 
 def reader_of(memory: BlockMemory, form: str) -> Callable[[Tensor], Tensor] | None:

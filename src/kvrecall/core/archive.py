@@ -69,35 +69,35 @@ class Archive:
 
     def integer(self, name: str, value: int, least: int = 0, most: int = MOST) -> int:
         """An integer in least .. most."""
-        found = self._value(name, value)
-        if type(found) is not int or not least <= found <= most:
-            self.refuse(name, f"a whole number in {least:,} .. {most:,}", found)
-        return found
+        number = self._value(name, value)
+        if type(number) is not int or not least <= number <= most:
+            self.refuse(name, f"a whole number in {least:,} .. {most:,}", number)
+        return number
 
     def integers(
         self, name: str, values: Sequence[int], least: int = 0, most: int = MOST, count: int | None = None
     ) -> list[int]:
         """Integers in least .. most; `count` of them, None: any number."""
-        found = self._value(name, list(values))
-        if not isinstance(found, list) or any(type(x) is not int or not least <= x <= most for x in found):
-            self.refuse(name, f"whole numbers in {least:,} .. {most:,}", found)
-        if count is not None and len(found) != count:
-            self.refuse(name, f"{count:,} numbers", len(found))
-        return list(found)
+        numbers = self._value(name, list(values))
+        if not isinstance(numbers, list) or any(type(x) is not int or not least <= x <= most for x in numbers):
+            self.refuse(name, f"whole numbers in {least:,} .. {most:,}", numbers)
+        if count is not None and len(numbers) != count:
+            self.refuse(name, f"{count:,} numbers", len(numbers))
+        return list(numbers)
 
     def number(self, name: str, value: float) -> float:
         """A finite number."""
-        found = self._value(name, float(value))
-        if type(found) not in (int, float) or not isfinite(found):
-            self.refuse(name, "a finite number", found)
-        return float(found)
+        number = self._value(name, float(value))
+        if type(number) not in (int, float) or not isfinite(number):
+            self.refuse(name, "a finite number", number)
+        return float(number)
 
     def flag(self, name: str, value: bool) -> bool:
         """True or False."""
-        found = self._value(name, bool(value))
-        if type(found) is not bool:
-            self.refuse(name, "true or false", found)
-        return found
+        flag = self._value(name, bool(value))
+        if type(flag) is not bool:
+            self.refuse(name, "true or false", flag)
+        return flag
 
     def has(self, name: str, value: object) -> bool:
         """Whether a value of that name exists; `value` is not None."""
@@ -109,22 +109,22 @@ class Archive:
     ) -> Tensor:  # fmt: skip
         """A tensor. shape: None for any size. least, below: range of its numbers. ascending: strictly, in the last dimension.
         finite: False for logarithms, which may be infinite."""
-        found = self._tensor(name, value)
+        tensor = self._tensor(name, value)
         dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
-        fits = len(shape) == found.ndim and all(want in (None, have) for want, have in zip(shape, found.shape, strict=False))
-        if not fits or found.dtype not in dtypes:
+        fits = len(shape) == tensor.ndim and all(want in (None, have) for want, have in zip(shape, tensor.shape, strict=False))
+        if not fits or tensor.dtype not in dtypes:
             wanted = " or ".join(str(x).removeprefix("torch.") for x in dtypes)
             sizes = ", ".join("any" if x is None else f"{x:,}" for x in shape)
-            self.refuse(name, f"{wanted} [{sizes}]", f"{str(found.dtype).removeprefix('torch.')} {list(found.shape)}")
-        if self.saving or not found.numel():
-            return found
-        if found.is_floating_point() and not bool((found.isfinite() if finite else ~found.isnan()).all()):
+            self.refuse(name, f"{wanted} [{sizes}]", f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}")
+        if self.saving or not tensor.numel():
+            return tensor
+        if tensor.is_floating_point() and not bool((tensor.isfinite() if finite else ~tensor.isnan()).all()):
             self.refuse(name, "finite numbers" if finite else "no NaN", "others")
-        if (least is not None and bool((found < least).any())) or (below is not None and bool((found >= below).any())):
+        if (least is not None and bool((tensor < least).any())) or (below is not None and bool((tensor >= below).any())):
             self.refuse(name, f"numbers from {least} to below {below}", "others")
-        if ascending and bool((found[..., 1:] <= found[..., :-1]).any()):
+        if ascending and bool((tensor[..., 1:] <= tensor[..., :-1]).any()):
             self.refuse(name, "ascending numbers", "others")
-        return found
+        return tensor
 
     def optional(self, name: str, value: Tensor | None, shape: Shape, dtype: Dtypes, **more: Any) -> Tensor | None:
         """As `tensor`, or None."""

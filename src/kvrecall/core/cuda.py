@@ -120,8 +120,8 @@ def _described(source: Tensor, target: Tensor) -> Copy2D | None:
     if shape[0] < 2 or shape != target.shape or source.dtype != target.dtype:
         return None
     run = 1
-    for size, own, other in zip(shape[:0:-1], strides[:0:-1], others[:0:-1], strict=True):
-        if size != 1 and not own == other == run:
+    for size, stride, other in zip(shape[:0:-1], strides[:0:-1], others[:0:-1], strict=True):
+        if size != 1 and not stride == other == run:
             return None
         run *= size
     size = source.itemsize

@@ -129,9 +129,9 @@ def scales_of(numbers: Tensor) -> Tensor:
     """The scales fp32 `[blocks, H_kv, block_size, 2]` that lie behind the numbers of each block, as a view. numbers: from
     `numbers_of`."""
     blocks, shape = numbers.shape[0], numbers.shape[1:4]
-    held = numbers.view(torch.uint8)
+    content = numbers.view(torch.uint8)
     size = prod(numbers.shape[1:])
-    behind = held.as_strided((blocks, SCALE_BYTES * prod(shape)), (held.stride(0), 1), held.storage_offset() + size)
+    behind = content.as_strided((blocks, SCALE_BYTES * prod(shape)), (content.stride(0), 1), content.storage_offset() + size)
     return behind.view(torch.float32).unflatten(1, shape)
 
 

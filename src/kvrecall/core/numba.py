@@ -306,8 +306,8 @@ def score_keys(words, kind, places, scales, scale_places, queries, ahead, read, 
             if i + ahead < n:
                 prefetch_words(base + places[i + ahead] * itemsize, read * itemsize)
             for g in range(0, group, QUERIES):
-                found = _products_of_pairs(words, np.uint64(places[i]), width, queries, g)
-                _keep(found, np.float32(1.0), out, g, first + i)
+                products = _products_of_pairs(words, np.uint64(places[i]), width, queries, g)
+                _keep(products, np.float32(1.0), out, g, first + i)
         return
     row = np.empty(dim, np.float32)
     for i in range(n):
@@ -347,15 +347,15 @@ def _products(row, queries, g):
 
 
 @njit(inline="always")
-def _keep(found, scale, out, g, column):
+def _keep(products, scale, out, g, column):
     """Stores the products of the queries g .. g + QUERIES - 1, as far as there are so many."""
-    out[g, column] = found[0] * scale
+    out[g, column] = products[0] * scale
     if g + 1 < out.shape[0]:
-        out[g + 1, column] = found[1] * scale
+        out[g + 1, column] = products[1] * scale
     if g + 2 < out.shape[0]:
-        out[g + 2, column] = found[2] * scale
+        out[g + 2, column] = products[2] * scale
     if g + 3 < out.shape[0]:
-        out[g + 3, column] = found[3] * scale
+        out[g + 3, column] = products[3] * scale
 
 
 @njit(cache=True, nogil=True, fastmath=_FAST)

@@ -33,11 +33,11 @@ class TypedFields:
         _check(self)
 
 
-def _with_types(own: Callable[[Any], None]) -> Callable[[Any], None]:
-    @wraps(own)
+def _with_types(check: Callable[[Any], None]) -> Callable[[Any], None]:
+    @wraps(check)
     def checked(self: Any) -> None:
         try:
-            own(self)
+            check(self)
         except UNFORESEEN as error:
             if not isinstance(error, KVRecallError):
                 _check(self)

@@ -181,8 +181,8 @@ class Index(ABC):
         return
         yield
 
-    def restructure(self, sequence: int, ids: Tensor | None, made: Any) -> None:
-        """As `exclude`. made: the result of `restructured` for the same ids; tokens may have been added since."""
+    def restructure(self, sequence: int, ids: Tensor | None, structure: Any) -> None:
+        """As `exclude`. structure: the result of `restructured` for the same ids; tokens may have been added since."""
         self.exclude(sequence, ids)
 
     observes_attention: bool = False
@@ -244,8 +244,8 @@ class Index(ABC):
 
         An index that searches on the CPU gives the device its part of the work here, so that the caller can give the device
         other work before the CPU waits. By default all of the search is started here."""
-        found = self.search(queries, budget, sequences)
-        return lambda: found
+        selection = self.search(queries, budget, sequences)
+        return lambda: selection
 
     def candidates(self, queries: Tensor, budget: Budget, sequences: list[int]) -> list[Tensor] | None:
         """The candidates that the first stage of a search leaves, per sequence int64 `[H_kv, 1 or G, C]`; None if a search
@@ -269,10 +269,10 @@ class Index(ABC):
         return None
 
 
-def stack_selections(found: list[tuple[Tensor, Tensor]]) -> Selection:
+def stack_selections(pairs: list[tuple[Tensor, Tensor]]) -> Selection:
     """Pads the per-sequence results (ids `[H_kv, K_b]`, counts `[H_kv]`) to one Selection."""
-    if len(found) == 1:
-        return Selection(found[0][0].unsqueeze(0), found[0][1].unsqueeze(0))
-    width = max(ids.shape[-1] for ids, _ in found)
-    padded = [torch.nn.functional.pad(ids, (0, width - ids.shape[-1]), value=-1) for ids, _ in found]
-    return Selection(torch.stack(padded), torch.stack([counts for _, counts in found]))
+    if len(pairs) == 1:
+        return Selection(pairs[0][0].unsqueeze(0), pairs[0][1].unsqueeze(0))
+    width = max(ids.shape[-1] for ids, _ in pairs)
+    padded = [torch.nn.functional.pad(ids, (0, width - ids.shape[-1]), value=-1) for ids, _ in pairs]
+    return Selection(torch.stack(padded), torch.stack([counts for _, counts in pairs]))

@@ -210,8 +210,8 @@ class TokenTable:
     def write(self, sequence: int, start: int, rows: Tensor) -> None:
         """Stores rows `[H_kv, n, width]` from row `start` on in existing blocks, without counting them."""
         self.make_room(sequence)
-        for at, own in places(self.memory, self._tables[sequence].blocks, start, start + rows.shape[1]):
-            own.copy_(rows[:, at - start : at - start + own.shape[1]])
+        for at, target in places(self.memory, self._tables[sequence].blocks, start, start + rows.shape[1]):
+            target.copy_(rows[:, at - start : at - start + target.shape[1]])
 
     def make_room(self, sequence: int) -> None:
         """Allocates memory for all blocks of a sequence, including blocks without tokens yet."""
@@ -338,8 +338,8 @@ class SequenceRows:
             return
         with lasting_tensors():
             grown = before.new_empty(before.shape[0], room, before.shape[2])
-        held = self.lengths[sequence]
-        grown[:, :held] = before[:, :held]
+        count = self.lengths[sequence]
+        grown[:, :count] = before[:, :count]
         self._rows[sequence], self._own[sequence] = grown, True
 
 

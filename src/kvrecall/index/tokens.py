@@ -69,16 +69,16 @@ class TokenIndex(PerSequence, Index):
 
     def archive(self, archive: Archive, tokens: list[int]) -> None:
         """Saves or loads the excluded ids; a subclass adds its tables."""
-        for b, own in archive.each("sequence", len(tokens)):
-            self.excluded[b] = archive_excluded(own, self.excluded[b], self._kv_heads, tokens[b])
+        for b, part in archive.each("sequence", len(tokens)):
+            self.excluded[b] = archive_excluded(part, self.excluded[b], self._kv_heads, tokens[b])
 
     def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
         grouped = search_queries(queries, self._kv_heads, self._gqa)
-        found = []
+        selections = []
         for query, sequence in zip(grouped, sequences, strict=True):
             ranks = self.rank(query, sequence, budget.scaling)
-            found.append(best_tokens(ranks, budget.top_k, self.excluded[sequence]))
-        return stack_selections(found)
+            selections.append(best_tokens(ranks, budget.top_k, self.excluded[sequence]))
+        return stack_selections(selections)
 
 
 class TableIndex(TokenIndex):
@@ -168,7 +168,7 @@ class TokenStep(IndexStep):
             queries.flatten(1).unflatten(1, (-1, self.spec.shape.head_dim)), self.counts.shape[1], self._gqa
         )
         blocks = self.spec.host.blocks.split(max(1, _PIECE_TOKENS // self.spec.host.block_size), 1)
-        scored = [self.scores(grouped, self._gathered(own)) for own in blocks]
+        scored = [self.scores(grouped, self._gathered(piece)) for piece in blocks]
         window = self._numbers >= zones.retrieval.view(-1, 1, 1, 1)
         logits = torch.cat(scored, -1)[..., : len(self._numbers)].masked_fill(window, float("-inf"))
         ranked = reduce_scores(logits, self._gqa, scaling)
@@ -176,8 +176,8 @@ class TokenStep(IndexStep):
         real = ranked.gather(-1, ids) > float("-inf")
         searching = fire != 0
         width = ids.shape[-1]
-        found = torch.where(real, ids, -1).to(torch.int32)
-        self.ids[..., :width] = torch.where(searching.unsqueeze(-1), found, self.ids[..., :width])
+        best = torch.where(real, ids, -1).to(torch.int32)
+        self.ids[..., :width] = torch.where(searching.unsqueeze(-1), best, self.ids[..., :width])
         self.counts.copy_(torch.where(searching, real.sum(-1, dtype=torch.int32), self.counts))
 
     def step(self, inputs: SlotStep) -> Tensor:
@@ -232,7 +232,7 @@ class TrainedIndex(TokenIndex):
 
     @property
     def nbytes(self) -> int:
-        return self._codes.nbytes + sum(held.nbytes for held in self._trained if held is not None)
+        return self._codes.nbytes + sum(trained.nbytes for trained in self._trained if trained is not None)
 
     def bind(self, sources: Sequence[RowSource]) -> None:
         self._sources = sources
@@ -262,12 +262,12 @@ class TrainedIndex(TokenIndex):
     def archive(self, archive: Archive, tokens: list[int]) -> None:
         super().archive(archive, tokens)
         lengths = self.lengths
-        for b, own in archive.each("sequence", len(tokens)):
-            held = own.optional("trained", self._trained[b], self.trained_shape, torch.float32)
-            self._trained[b] = held
-            self._waiting[b] = own.integer("waiting", self._waiting[b], most=tokens[b])
+        for b, part in archive.each("sequence", len(tokens)):
+            trained = part.optional("trained", self._trained[b], self.trained_shape, torch.float32)
+            self._trained[b] = trained
+            self._waiting[b] = part.integer("waiting", self._waiting[b], most=tokens[b])
         coded = [count - waiting for count, waiting in zip(tokens, self._waiting, strict=True)]
-        if any(count and held is None for count, held in zip(coded, self._trained, strict=True)):
+        if any(count and trained is None for count, trained in zip(coded, self._trained, strict=True)):
             archive.refuse("trained", "what the codes were made by", "none")
         assert not archive.saving or lengths == tokens
         self._codes.archive(archive, "codes", list(coded))
@@ -290,9 +290,9 @@ class TrainedIndex(TokenIndex):
         count = self._waiting[sequence]
         if self._trained[sequence] is None and count:
             keys = zone_rows(self._sources[sequence], 0, count)[:, :, 0].to(self._device)
-            self._trained[sequence] = held = self.train(keys)
+            self._trained[sequence] = trained = self.train(keys)
             self._waiting[sequence] = 0
-            self._codes.append(sequence, self.encode(keys, held))
+            self._codes.append(sequence, self.encode(keys, trained))
         return self._trained[sequence]
 
 

@@ -94,19 +94,19 @@ class Method(TypedFields):
 
     def _checked_layers(self) -> tuple[tuple[int, tuple[tuple[str, Any], ...]], ...]:
         """`per_layer` as sorted pairs, which compare by value. Raises ParameterError or UnknownNameError."""
-        known = sorted({f.name for f in fields(self)} - set(SAME_IN_ALL_LAYERS))
+        allowed = sorted({f.name for f in fields(self)} - set(SAME_IN_ALL_LAYERS))
         form = "{layer: {field: value}}, layers counted from 0"
         try:
-            given = {int(layer): dict(values) for layer, values in dict(self.per_layer).items()}
+            layers = {int(layer): dict(values) for layer, values in dict(self.per_layer).items()}
         except (TypeError, ValueError):
             raise ParameterError("per_layer", form, self.per_layer, 'For example {3: {"top_k": 64}}.') from None
         checked = []
-        for layer, values in sorted(given.items()):
+        for layer, values in sorted(layers.items()):
             if layer < 0:
                 raise ParameterError("per_layer", form, layer, "Layers count from 0.")
             for name in values:
-                if name not in known:
-                    raise UnknownNameError(f"per_layer[{layer}] field", name, known)
+                if name not in allowed:
+                    raise UnknownNameError(f"per_layer[{layer}] field", name, allowed)
             try:
                 seen = replace(self, per_layer=(), **values)
             except ParameterError as error:

@@ -21,10 +21,10 @@ def from_settings(name: str, settings: dict[str, Any]) -> Method:
     from pydantic import TypeAdapter, ValidationError  # slow to import
 
     chosen = method_class(name)
-    known = [f.name for f in fields(chosen)]
+    allowed = [f.name for f in fields(chosen)]
     for key in settings:
-        if key not in known:
-            raise UnknownNameError(f"parameter of {name}", key, known)
+        if key not in allowed:
+            raise UnknownNameError(f"parameter of {name}", key, allowed)
     try:
         return TypeAdapter(chosen).validate_json(
             json.dumps({key: _plain(value) for key, value in settings.items()}), strict=True

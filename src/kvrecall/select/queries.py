@@ -60,11 +60,11 @@ class QueryLog(PerSequence):
         with lasting_tensors():
             follows = before is not None and before.start + before.queries.shape[1] == start
             if before is None or not follows or queries.shape[1] == self.window:
-                kept = ObservedQueries(queries.clone(memory_format=torch.contiguous_format), lse.float().clone(), start)
+                log = ObservedQueries(queries.clone(memory_format=torch.contiguous_format), lse.float().clone(), start)
             else:
                 joined = torch.cat([before.queries, queries], 1), torch.cat([before.lse, lse.float()], 1)
-                kept = ObservedQueries(*joined, before.start)
-        self._kept[sequence] = kept.last(self.window)
+                log = ObservedQueries(*joined, before.start)
+        self._kept[sequence] = log.last(self.window)
 
     def seen(self, sequence: int) -> ObservedQueries | None:
         """The kept queries of a sequence; None if there are none."""
@@ -72,28 +72,28 @@ class QueryLog(PerSequence):
 
     def shrink(self, sequence: int, window: int) -> None:
         """Drops all but the last `window` queries of a sequence."""
-        kept = self._kept[sequence]
-        if kept is not None and kept.queries.shape[1] > window:
-            last = kept.last(window)
+        log = self._kept[sequence]
+        if log is not None and log.queries.shape[1] > window:
+            last = log.last(window)
             self._kept[sequence] = ObservedQueries(last.queries.clone(), last.lse.clone(), last.start) if window else None
 
     def take_over(self, other: QueryLog) -> None:
         """Takes over the queries of another log of the same sequences."""
-        self._kept = [None if kept is None else kept.last(self.window) for kept in other._kept]
+        self._kept = [None if log is None else log.last(self.window) for log in other._kept]
 
     def truncate(self, sequence: int, tokens: int) -> None:
         """Drops the queries of all tokens after the first `tokens`."""
-        kept = self._kept[sequence]
-        if kept is not None:
-            left = max(0, min(kept.queries.shape[1], tokens - kept.start))
-            self._kept[sequence] = ObservedQueries(kept.queries[:, :left], kept.lse[:, :left], kept.start) if left else None
+        log = self._kept[sequence]
+        if log is not None:
+            left = max(0, min(log.queries.shape[1], tokens - log.start))
+            self._kept[sequence] = ObservedQueries(log.queries[:, :left], log.lse[:, :left], log.start) if left else None
 
     def archive(self, archive: Archive, query: tuple[int, int]) -> None:
         """Writes down, or takes over, what is remembered; see `core.archive`. query: sizes (H_q, D) of a query."""
-        for b, own in archive.each("log", len(self._kept)):
-            kept = self._kept[b] = archive_observed(own, self._kept[b], query)
-            if kept is not None and kept.queries.shape[1] > self.window:
-                own.refuse("queries", f"{self.window:,} at most", kept.queries.shape[1])
+        for b, part in archive.each("log", len(self._kept)):
+            log = self._kept[b] = archive_observed(part, self._kept[b], query)
+            if log is not None and log.queries.shape[1] > self.window:
+                part.refuse("queries", f"{self.window:,} at most", log.queries.shape[1])
 
 
 class QueryRing:
@@ -105,18 +105,18 @@ class QueryRing:
         self.queries = torch.zeros(*size, dim, dtype=like.dtype, device=like.device)
         self.lse = torch.zeros(size, dtype=torch.float32, device=like.device)
 
-    def give_back(self, log: QueryLog, sequence: int, slot: int, steps: int, coming: int, sink: int) -> None:
-        """Adds the last `steps` queries of a slot to the log of its sequence, except those that it has. coming: token number of
-        the next query."""
-        known = log.seen(sequence)
-        missing = steps if known is None else sink + coming - (known.start + known.queries.shape[1])
+    def give_back(self, log: QueryLog, sequence: int, slot: int, steps: int, token: int, sink: int) -> None:
+        """Adds the last `steps` queries of a slot to the log of its sequence, except those that it has. token: number of the
+        next query."""
+        logged = log.seen(sequence)
+        missing = steps if logged is None else sink + token - (logged.start + logged.queries.shape[1])
         count = min(missing, steps, self.window)
         if count <= 0:
             return
-        at = places(coming - count, count, self.window, self.lse.device)
+        at = places(token - count, count, self.window, self.lse.device)
         queries = self.queries[slot][:, at].transpose(1, 2).flatten(0, 1)  # [H_q, count, D]
         lse = self.lse[slot][:, at].transpose(1, 2).flatten(0, 1)
-        log.add(sequence, queries, lse, sink + coming - count)
+        log.add(sequence, queries, lse, sink + token - count)
         log.shrink(sequence, self.window)
 
 

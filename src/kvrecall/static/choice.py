@@ -209,8 +209,8 @@ def _mean_shares(observed: ObservedQueries, keys: Tensor, start: int, scaling: f
 def _one(observed: ObservedQueries, total: Tensor, w: int) -> tuple[ObservedQueries, Tensor]:
     """Query w of the window, and its log-sum-exps; w may be -1, the last one."""
     w %= observed.queries.shape[1]
-    own = slice(w, w + 1)
-    return ObservedQueries(observed.queries[:, own], observed.lse[:, own], observed.start + w), total[:, :, own]
+    part = slice(w, w + 1)
+    return ObservedQueries(observed.queries[:, part], observed.lse[:, part], observed.start + w), total[:, :, part]
 
 
 def _mass(observed: ObservedQueries, keys: Tensor, start: int, scaling: float) -> Tensor:

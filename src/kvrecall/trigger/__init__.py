@@ -89,8 +89,8 @@ class SemanticBoundary(Part):
     max_stride: int | None = None
 
     def __post_init__(self) -> None:
-        given = self.threshold if isinstance(self.threshold, tuple) else (self.threshold,)
-        if not given or not all(isinstance(x, int | float) and -1 <= x <= 1 for x in given):
+        thresholds = self.threshold if isinstance(self.threshold, tuple) else (self.threshold,)
+        if not thresholds or not all(isinstance(x, int | float) and -1 <= x <= 1 for x in thresholds):
             expected = "a cosine in [-1, 1], or one per layer"
             raise ParameterError("threshold", expected, self.threshold, "`kvrecall calibrate` finds one.")
         if self.compare not in ("previous", "retrieval"):
@@ -163,8 +163,8 @@ class BoundaryTrigger(Trigger):
 
     def archive(self, archive: Archive, query: tuple[int, int]) -> None:
         self.since = archive.integers("since", self.since, count=len(self.since))
-        for b, own in archive.each("reference", len(self.reference)):
-            self.reference[b] = own.optional("query", self.reference[b], query, torch.float32)
+        for b, part in archive.each("reference", len(self.reference)):
+            self.reference[b] = part.optional("query", self.reference[b], query, torch.float32)
 
 
 def mean_cosine(queries: Tensor, reference: Tensor) -> Tensor:

@@ -176,11 +176,11 @@ class DeviceTrigger:
             num_warps=4 if semantic else 1, **overlapping(queries.device),
         )  # fmt: skip
 
-    def join(self, trigger: Trigger, slots: list[int], held: Collection[int]) -> None:
-        """Takes over the state of a host trigger whose sequences are in these slots; counters start at 0. held: the sequences
-        that have a selection."""
+    def join(self, trigger: Trigger, slots: list[int], sequences: Collection[int]) -> None:
+        """Takes over the state of a host trigger whose sequences are in these slots; counters start at 0. sequences:
+        those that have a selection."""
         for b, slot in enumerate(slots):
-            fresh = 0 if b in held else MISSING.value
+            fresh = 0 if b in sequences else MISSING.value
             if isinstance(trigger, BoundaryTrigger | SpeculativeTrigger):
                 reference = (trigger.reference if isinstance(trigger, BoundaryTrigger) else trigger.last)[b]
                 if reference is None:

@@ -54,21 +54,21 @@ class SpeculativeTrigger(Trigger):
         return [True] * len(sequences)
 
     def asks(self, queries: Tensor, sequences: list[int], kv_heads: int) -> Tensor:
-        asked = []
+        chosen = []
         for query, b in zip(queries, sequences, strict=True):
             before = self._before[b]
             if before is not None:
                 now, then = (x.unflatten(0, (kv_heads, -1)) for x in (query, before))
                 turned = mean_cosine(now.float(), then.float()) < self._threshold  # [H_kv]
                 query = torch.where(turned.view(-1, 1, 1), now, then).flatten(0, 1)
-            asked.append(query)
-        return torch.stack(asked)
+            chosen.append(query)
+        return torch.stack(chosen)
 
     def forget(self, sequence: int) -> None:
         self.last[sequence] = self._before[sequence] = None
 
     def archive(self, archive: Archive, query: tuple[int, int]) -> None:
         dtypes = torch.bfloat16, torch.float16, torch.float32
-        for b, own in archive.each("sequence", len(self.last)):
-            self.last[b] = own.optional("last", self.last[b], query, dtypes)
-            self._before[b] = own.optional("before", self._before[b], query, dtypes)
+        for b, part in archive.each("sequence", len(self.last)):
+            self.last[b] = part.optional("last", self.last[b], query, dtypes)
+            self._before[b] = part.optional("before", self._before[b], query, dtypes)

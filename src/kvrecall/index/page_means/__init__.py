@@ -83,8 +83,8 @@ class MeanRows:
 
     def at(self, sequence: int) -> MeanRows:
         """The rows of one sequence, as a batch of one."""
-        own = slice(sequence, sequence + 1)
-        return MeanRows(self.stored[own], self.lengths[own], self.biases[own])
+        part = slice(sequence, sequence + 1)
+        return MeanRows(self.stored[part], self.lengths[part], self.biases[part])
 
     def gathered(self) -> Rows:
         """Copies side by side, `[B, H_kv, pages, 2, D]`."""
@@ -140,8 +140,8 @@ class PageMeansIndex(IndexWrapper):
         super().exclude(sequence, ids)
         self._excluded[sequence] = ids
 
-    def restructure(self, sequence: int, ids: Tensor | None, made: Any) -> None:
-        super().restructure(sequence, ids, made)
+    def restructure(self, sequence: int, ids: Tensor | None, structure: Any) -> None:
+        super().restructure(sequence, ids, structure)
         self._excluded[sequence] = ids
 
     def reserve(self, tokens: int) -> None:
@@ -165,12 +165,12 @@ class PageMeansIndex(IndexWrapper):
     def archive(self, archive: Archive, tokens: list[int]) -> None:
         super().archive(archive, tokens)
         shape = self._shape
-        for b, own in archive.each("sequence", len(tokens)):
-            self._excluded[b] = archive_excluded(own, self._excluded[b], shape.kv_heads, tokens[b])
+        for b, part in archive.each("sequence", len(tokens)):
+            self._excluded[b] = archive_excluded(part, self._excluded[b], shape.kv_heads, tokens[b])
             rows = (shape.kv_heads, None, 2, shape.head_dim)
-            begun = self._begun[b] = own.tensor("begun", self._begun[b], rows, shape.dtype)
+            begun = self._begun[b] = part.tensor("begun", self._begun[b], rows, shape.dtype)
             if begun.shape[1] >= self.page_tokens or self._taken(b) > tokens[b]:
-                own.refuse("begun", f"less than {self.page_tokens} rows of {tokens[b]:,} tokens", begun.shape[1])
+                part.refuse("begun", f"less than {self.page_tokens} rows of {tokens[b]:,} tokens", begun.shape[1])
 
     def select(self, sequences: list[int]) -> PageMeansIndex:
         chosen = super().select(sequences)
@@ -184,17 +184,17 @@ class PageMeansIndex(IndexWrapper):
         for b in sequences:
             self.catch_up(b, self.lengths[b])
 
-    def finish(self, found: Selection, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
+    def finish(self, selection: Selection, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
         for b in sequences:
             self.catch_up(b, self.lengths[b])
         stored, group = [self.means.stored(b) for b in sequences], queries.shape[1] // self._shape.kv_heads
-        pairs = zip(sequences, found.ids.to(queries.device, non_blocking=True), stored, strict=True)
+        pairs = zip(sequences, selection.ids.to(queries.device, non_blocking=True), stored, strict=True)
         biases = [self._bias(b, ids, rows.count).repeat_interleave(group, 0) for b, ids, rows in pairs]
         counts = torch.tensor([rows.count for rows in stored], dtype=torch.int32, device="cpu").to(
             queries.device, non_blocking=True
         )
         real = counts.unsqueeze(1).expand(-1, self._shape.kv_heads).contiguous()
-        return replace(found, estimated=MeanRows(stored, list(real), biases))
+        return replace(selection, estimated=MeanRows(stored, list(real), biases))
 
     def slot_step(self, spec: SlotSpec) -> PageMeansStep:
         return PageMeansStep(self, spec)
@@ -294,9 +294,9 @@ class PageMeansStep(IndexStep):
         return self.base.fits(cast(PageMeansIndex, index).base, zones, room)
 
     def join(self, slot: int, index: Index, sequence: int, zones: ZoneLengths, window: Tensor, budget: int, room: int) -> None:
-        known = cast(PageMeansIndex, index)
-        self.base.join(slot, known.base, sequence, zones, window, budget, room)
-        self._joined[slot], self._counts[slot] = (known, sequence), 0
+        outer = cast(PageMeansIndex, index)
+        self.base.join(slot, outer.base, sequence, zones, window, budget, room)
+        self._joined[slot], self._counts[slot] = (outer, sequence), 0
         self.catch_up(slot, zones.retrieval)
 
     def search(self, queries: Tensor, fire: Tensor, zones: SlotZones, scaling: float) -> None:

@@ -139,11 +139,11 @@ class CentroidIndex(PerSequence, Index):
         observed = observed.last(config.centroids(observed.start + observed.queries.shape[1]))
         if lists is not None and observed.queries.shape[1] > lists.queries.shape[1]:
             lists = None
-        made = ivf.build(observed, self._keys(sequence, 0, count), offset, config.list_tokens, self._scaling)
+        newest = ivf.build(observed, self._keys(sequence, 0, count), offset, config.list_tokens, self._scaling)
         if lists is None:
-            self._lists[sequence], self._listed[sequence], self._shared[sequence] = made, count, False
+            self._lists[sequence], self._listed[sequence], self._shared[sequence] = newest, count, False
         else:
-            self._replace_oldest(sequence, lists, made)
+            self._replace_oldest(sequence, lists, newest)
 
     def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
         return self.start_search(queries, budget, sequences)().to(queries.device)
@@ -156,19 +156,19 @@ class CentroidIndex(PerSequence, Index):
 
     def candidates(self, queries: Tensor, budget: Budget, sequences: list[int]) -> list[Tensor] | None:
         """The recalled ids; heads with fewer ids repeat their first."""
-        found = []
+        candidates = []
         for query, b in zip(queries, sequences, strict=True):
             ids, _ = self._recalled(self._start(query, b).wait()[1], b, self._excluded[b])
-            found.append(torch.where(ids < 0, ids[:, :1], ids).long().unsqueeze(1).to(query.device))
-        return found
+            candidates.append(torch.where(ids < 0, ids[:, :1], ids).long().unsqueeze(1).to(query.device))
+        return candidates
 
     def after_attention(self, sequences: list[int]) -> None:
         """Dynamic centroid update (Algorithm 2 d)."""
         for b in sequences:
-            started, found = self._found.pop(b, (None, None))
+            started, result = self._found.pop(b, (None, None))
             lists = self._lists[b]
-            if started is not None and found is not None and lists is not None and self._config.dynamic_update:
-                self._replace_oldest(b, lists, found.as_centroid(started.recalled))
+            if started is not None and result is not None and lists is not None and self._config.dynamic_update:
+                self._replace_oldest(b, lists, result.as_centroid(started.recalled))
 
     def exclude(self, sequence: int, ids: Tensor | None) -> None:
         self._excluded[sequence] = ids
@@ -202,11 +202,11 @@ class CentroidIndex(PerSequence, Index):
         shape, count = self._shape, self._config.list_tokens
         self._counts = list(tokens)
         self._scaling = archive.number("scaling", self._scaling)
-        for b, own in archive.each("sequence", len(tokens)):
-            self._excluded[b] = archive_excluded(own, self._excluded[b], shape.kv_heads, tokens[b])
-            self._listed[b] = own.integer("listed", self._listed[b], most=tokens[b])
+        for b, part in archive.each("sequence", len(tokens)):
+            self._excluded[b] = archive_excluded(part, self._excluded[b], shape.kv_heads, tokens[b])
+            self._listed[b] = part.integer("listed", self._listed[b], most=tokens[b])
             lists = self._lists[b]
-            self._lists[b] = ivf.archive(own, lists, shape, count, tokens[b]) if own.has("lists", lists) else None
+            self._lists[b] = ivf.archive(part, lists, shape, count, tokens[b]) if part.has("lists", lists) else None
 
     def select(self, sequences: list[int]) -> CentroidIndex:
         self._shared = [True] * len(self._shared)
@@ -247,9 +247,9 @@ class CentroidIndex(PerSequence, Index):
         grouped = query.float().unflatten(0, (self._shape.kv_heads, -1))
         listed = self._config.list_tokens if self._config.dynamic_update else 0
         source, excluded = self._sources[sequence], self._excluded[sequence]
-        found = rerank(grouped, source, ids, counts, budget, self._config.gqa, self._on_host, excluded, listed)
-        self._found[sequence] = started, found
-        return found.best
+        result = rerank(grouped, source, ids, counts, budget, self._config.gqa, self._on_host, excluded, listed)
+        self._found[sequence] = started, result
+        return result.best
 
     def _recalled(self, picked: Tensor, sequence: int, excluded: Tensor | None, cut: bool = True) -> tuple[Tensor, Tensor]:
         """Distinct ids of picked lists and of the pool, without barred ids; see `rerank.distinct`."""

@@ -88,17 +88,17 @@ def rerank(
     `list_tokens`. mode: one of `MODES`."""
     heads, longest = ids.shape
     scores, peaks, sums = _scratch(queries, ids)
-    best, kept = np.full((heads, min(k, longest)), -1, np.int32), np.zeros(heads, np.int32)
+    best, sizes = np.full((heads, min(k, longest)), -1, np.int32), np.zeros(heads, np.int32)
     listed, ranked = np.full((heads, list_tokens), -1, np.int32), np.full((heads, list_tokens), -np.inf, np.float32)
     lse = np.full(scores.shape[:2], -np.inf, np.float32)
     excluded_ids = np.empty((heads, 0), np.int32) if excluded is None else excluded.cpu().int().contiguous().numpy()
     _rerank(
         queries.contiguous().numpy(), *_rows(table), ids.contiguous().numpy(), counts.numpy(), excluded_ids, MODES[mode],
-        scaling, scores, peaks, sums, best, kept, listed, ranked, lse,
+        scaling, scores, peaks, sums, best, sizes, listed, ranked, lse,
     )  # fmt: skip
-    best = best[:, : int(kept.max()) if heads else 0]
-    made = [torch.from_numpy(x) for x in (scores, lse, best, kept, listed, ranked)]
-    return made[0], made[1], (made[2], made[3]), (made[4], made[5])
+    best = best[:, : int(sizes.max()) if heads else 0]
+    tensors = [torch.from_numpy(x) for x in (scores, lse, best, sizes, listed, ranked)]
+    return tensors[0], tensors[1], (tensors[2], tensors[3]), (tensors[4], tensors[5])
 
 
 def _scratch(queries: Tensor, ids: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -157,11 +157,11 @@ def _distinct_of(lists, tokens, first_always, excluded, out):
 
 @njit(cache=True, nogil=True)
 def _rerank(
-    queries, rows, kind, scales, blocks, size, ids, counts, excluded, mode, scaling, scores, peaks, sums, best, kept, listed,
+    queries, rows, kind, scales, blocks, size, ids, counts, excluded, mode, scaling, scores, peaks, sums, best, sizes, listed,
     ranked, lse,
 ):  # fmt: skip
     _score(queries, rows, kind, scales, blocks, size, ids, counts, scaling, scores, peaks, sums)
-    _choose(ids, counts, excluded, mode, scaling, scores, peaks, sums, best, kept, listed, ranked, lse)
+    _choose(ids, counts, excluded, mode, scaling, scores, peaks, sums, best, sizes, listed, ranked, lse)
 
 
 @njit(cache=True, parallel=PARALLEL, nogil=True)
@@ -203,7 +203,7 @@ def _sum(numbers):
 
 
 @njit(cache=True, parallel=PARALLEL, nogil=True)
-def _choose(ids, counts, excluded, mode, scaling, scores, peaks, sums, best, kept, listed, ranked, lse):
+def _choose(ids, counts, excluded, mode, scaling, scores, peaks, sums, best, sizes, listed, ranked, lse):
     """The selection and the list of every head, one task each."""
     for task in prange(2 * ids.shape[0]):
         h = task // 2
@@ -211,12 +211,12 @@ def _choose(ids, counts, excluded, mode, scaling, scores, peaks, sums, best, kep
         peak, total = _softmax_of(peaks[h], sums[h])
         if task % 2 == 0:
             ranks = _ranks(scores[h], count, peak, total, scaling, mode)
-            kept[h] = _pick(ranks, ids[h], count, excluded[h], best[h])
+            sizes[h] = _pick(ranks, ids[h], count, excluded[h], best[h])
             if count:
                 lse[h] = _log_sum(peak, total)
         elif listed.shape[1]:
-            own = _log_sum(peak, total)
-            _list(scores[h], ids[h], count, own, np.float32(scaling), listed[h], ranked[h])
+            lse_of_head = _log_sum(peak, total)
+            _list(scores[h], ids[h], count, lse_of_head, np.float32(scaling), listed[h], ranked[h])
 
 
 @njit(cache=True, nogil=True)
@@ -258,16 +258,16 @@ def _ranks(scores, count, peak, total, scaling, mode):
 @njit(cache=True, nogil=True)
 def _pick(ranks, ids, count, excluded, best):
     """The best ids that are not barred; returns how many there are."""
-    ranked, own = np.empty(count, np.float32), np.empty(count, np.int32)
+    ranked, allowed = np.empty(count, np.float32), np.empty(count, np.int32)
     at, b = 0, 0
     for i in range(count):
         while b < excluded.shape[0] and excluded[b] < ids[i]:
             b += 1
         if b < excluded.shape[0] and excluded[b] == ids[i]:
             continue
-        ranked[at], own[at] = ranks[i], ids[i]
+        ranked[at], allowed[at] = ranks[i], ids[i]
         at += 1
-    return top_k_of(ranked[:at], own[:at], best.shape[0], best)
+    return top_k_of(ranked[:at], allowed[:at], best.shape[0], best)
 
 
 @njit(cache=True, nogil=True)

@@ -73,11 +73,11 @@ def recall_kernel(p_scores, p_lists, p_picked, C, LENGTH, NEAR, G: tl.constexpr,
     b_s = tl.full([BC], float("-inf"), tl.float32)
     for g in tl.static_range(G):
         b_s = tl.maximum(b_s, tl.load(p_scores + (i_kv * G + g) * C + o_c, mask=o_c < C, other=float("-inf")))
-    found = 0
+    nearest = 0
     for _ in range(i_n + 1):
-        found = tl.min(tl.where(b_s == tl.max(b_s, 0), o_c, C - 1), 0)  # C - 1: no comparison with nan is true
-        b_s = tl.where(o_c == found, float("-inf"), b_s)
-    p_list, p_to = p_lists + (i_kv * C + found) * LENGTH, p_picked + (i_kv * NEAR + i_n) * LENGTH
+        nearest = tl.min(tl.where(b_s == tl.max(b_s, 0), o_c, C - 1), 0)  # C - 1: no comparison with nan is true
+        b_s = tl.where(o_c == nearest, float("-inf"), b_s)
+    p_list, p_to = p_lists + (i_kv * C + nearest) * LENGTH, p_picked + (i_kv * NEAR + i_n) * LENGTH
     for first in range(0, LENGTH, BL):
         o_l = first + tl.arange(0, BL)
         tl.store(p_to + o_l, tl.load(p_list + o_l, mask=o_l < LENGTH, other=-1), mask=o_l < LENGTH)

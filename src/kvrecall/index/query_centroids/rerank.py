@@ -71,8 +71,8 @@ def rerank(
         from kvrecall.index.query_centroids import cpu
 
         if mode in cpu.MODES:
-            found = cpu.rerank(queries, table, ids, counts, budget.top_k, list_tokens, mode, budget.scaling, excluded)
-            return Rerank(*found)
+            result = cpu.rerank(queries, table, ids, counts, budget.top_k, list_tokens, mode, budget.scaling, excluded)
+            return Rerank(*result)
         scores = cpu.score_rows(queries, table, ids, counts)
     elif kernels_available(device) and (table := source.table(device)) is not None:
         from kvrecall.index.query_centroids import kernels

@@ -68,9 +68,9 @@ class Units:
         """The units without the tokens `ids` int `[H_kv, m]`; the members must be all tokens from 0 on."""
         heads, tokens = self.members.shape
         gone = torch.zeros(heads, tokens, dtype=torch.bool, device=ids.device).scatter_(1, ids.long(), True)
-        kept = ~gone.gather(1, self.members.long())
-        before = torch.nn.functional.pad(kept.int().cumsum(1, dtype=torch.int32), (1, 0))
-        members = self.members[kept].view(heads, tokens - ids.shape[1])
+        mask = ~gone.gather(1, self.members.long())
+        before = torch.nn.functional.pad(mask.int().cumsum(1, dtype=torch.int32), (1, 0))
+        members = self.members[mask].view(heads, tokens - ids.shape[1])
         return Units(self.reps, members, before.gather(1, self.offsets.long()))
 
 

@@ -135,25 +135,25 @@ class PageIndex(UnitIndex):
         units = Units(torch.cat(reps, 1), members, self._offsets(count, -(-count // size)))
         return Pages(units, keys_of(slice(count - count % size, count)).clone(), tokens)
 
-    def restructure(self, sequence: int, ids: Tensor | None, made: Pages) -> None:
-        late = self._keys(sequence, made.tokens)
-        self._excluded[sequence], self._counts[sequence] = ids, made.tokens
-        self._units[sequence], self.tails[sequence] = made.units, made.tail
+    def restructure(self, sequence: int, ids: Tensor | None, structure: Pages) -> None:
+        late = self._keys(sequence, structure.tokens)
+        self._excluded[sequence], self._counts[sequence] = ids, structure.tokens
+        self._units[sequence], self.tails[sequence] = structure.units, structure.tail
         if late.shape[1]:
             self.append(sequence, late)
 
     def archive(self, archive: Archive, tokens: list[int]) -> None:
         shape, size = self._shape, self.config.page_tokens
-        for b, own in archive.each("sequence", len(tokens)):
+        for b, part in archive.each("sequence", len(tokens)):
             self._counts[b] = tokens[b]
-            ids = self._excluded[b] = archive_excluded(own, self._excluded[b], shape.kv_heads, tokens[b])
+            ids = self._excluded[b] = archive_excluded(part, self._excluded[b], shape.kv_heads, tokens[b])
             width = self.config.points * shape.head_dim
-            units = self._units[b] = archive_units(own.under("units"), self._units[b], width, shape.dtype, tokens[b])
+            units = self._units[b] = archive_units(part.under("units"), self._units[b], width, shape.dtype, tokens[b])
             left = tokens[b] - (0 if ids is None else ids.shape[1])
             if units.members.shape[1] != left or units.reps.shape[1] != -(-left // size):
-                own.refuse("units", f"pages of {size} tokens for {left:,} tokens", f"{units.reps.shape[1]:,} pages")
+                part.refuse("units", f"pages of {size} tokens for {left:,} tokens", f"{units.reps.shape[1]:,} pages")
             tail = (shape.kv_heads, left % size, shape.head_dim)
-            self.tails[b] = own.tensor("tail", self.tails[b], tail, shape.dtype)
+            self.tails[b] = part.tensor("tail", self.tails[b], tail, shape.dtype)
 
     def slot_step(self, spec: SlotSpec) -> PageStep:
         return PageStep(self, spec)
@@ -233,8 +233,8 @@ def volumes(keys: Tensor, page_tokens: int, bounds: str) -> Tensor:
     parts = [keys[:, : whole * page_tokens].reshape(heads, whole, page_tokens, dim)]
     if count % page_tokens:
         parts.append(keys[:, whole * page_tokens :].unsqueeze(1))
-    made = [_volume(part.float(), bounds) for part in parts]
-    return torch.cat(made, 1).to(keys.dtype)
+    pages = [_volume(part.float(), bounds) for part in parts]
+    return torch.cat(pages, 1).to(keys.dtype)
 
 
 def _volume(pages: Tensor, bounds: str) -> Tensor:

@@ -62,10 +62,10 @@ class GpuUnitSearch:
         self._parts = cdiv(units, _SUM_UNITS)
         self.scores = self.scores_for(0 if own_scores else sequences * heads, units).unflatten(0, (-1, heads))
         self._peak, self._mass = (scratch(pairs, self._lanes, self._parts, dtype=torch.float32) for _ in range(2))
-        kept = self._chunks * self._slots
-        self._keys, self._firsts, self._sizes = (scratch(pairs, kept) for _ in range(3))
+        candidates = self._chunks * self._slots
+        self._keys, self._firsts, self._sizes = (scratch(pairs, candidates) for _ in range(3))
         self._kept = scratch(pairs, self._chunks)
-        self._read = min(_CANDIDATES, next_power_of_2(kept))
+        self._read = min(_CANDIDATES, next_power_of_2(candidates))
         self._unordered = scratch(1 if kind.ordered else pairs, top_k)
         self.ids = torch.full((sequences, heads, top_k), -1, dtype=torch.int32, device=device)
         """The result: int32 `[B, H_kv, K]`, ascending, padded with -1."""
