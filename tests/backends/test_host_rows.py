@@ -158,11 +158,11 @@ def test_rows_on_the_device_stay_as_they_are_until_they_move(model: Any, monkeyp
     device = Device(monkeypatch)
     cache, plain = read(model, "full"), read(model, "full", host_rows="plain", rows_on_device=False)
     states = [layer.state for layer in cache.retrieval_layers if layer.state is not None]
-    assert all(state.store.on_device and not state.store.fp8 for state in states)
+    assert all(state.store.on_device and not state.store.memory.fp8 for state in states)
     assert torch.equal(rows_of(cache)[0], rows_of(plain)[0])
     device.refusing = device.demands
     feed(model, cache, tokens(60, seed=5))
-    assert all(state.store.fp8 and not state.store.on_device for state in states)
+    assert all(state.store.memory.fp8 and not state.store.on_device for state in states)
     zones = states[0].store.zones(0)
     moved = slice(zones.sink, zones.sink + zones.retrieval - 60)
     assert torch.equal(rows_of(cache)[0][:, moved], as_stored(rows_of(plain)[0][:, moved]))

@@ -80,7 +80,7 @@ def test_blocks_are_pinned() -> None:
     rows = torch.randn(2, 700, 2, 64, device="cuda").bfloat16()
     for piece in rows.split(100, 1):
         pool.append(piece)
-    assert made.pinned and all(block.is_pinned() for block in pool.blocks())
+    assert made.memory.pinned and all(block.is_pinned() for block in pool.blocks())
     ids = torch.randint(0, 700, (2, 50))
     expected = torch.stack([rows[h, ids[h].cuda()] for h in range(2)]).cpu()
     assert torch.equal(pool.gather(ids), expected)

@@ -113,7 +113,7 @@ def test_same_ids_and_outputs_as_on_the_cpu(name: str) -> None:
     for state in states:
         prefill_layer(state, *(x.to(state.shape.device) for x in prompt), None, params())
     near = states[1].store.on_device
-    assert near == (name == "full") and states[1].store.fp8 == (not near)
+    assert near == (name == "full") and states[1].store.memory.fp8 == (not near)
     for step in range(30):
         new = [normal(2, h, 1, 64, seed=100 + 3 * step + i) for i, h in enumerate((6, 2, 2))]
         outs = [decode_step(state, *(x.to(state.shape.device) for x in new), None, params()) for state in states]
@@ -155,7 +155,7 @@ def test_captured_generation_equals_the_uncaptured_one(name: str) -> None:
         made.append(answer.new_tokens)
         states = [layer.state for layer in cache.retrieval_layers if layer.state is not None]
         rows.append(torch.cat(list(states[-1].store.host[0].blocks()), 1))
-        assert states[-1].store.fp8 and cache.stats().total.counters.bytes_to_device > 0
+        assert states[-1].store.memory.fp8 and cache.stats().total.counters.bytes_to_device > 0
     assert made[0] == made[1]
     torch.testing.assert_close(rows[0], rows[1], atol=0.1, rtol=0.07)  # one step of e4m3 where sums round otherwise
 
@@ -180,7 +180,7 @@ def test_a_session(tmp_path: Path) -> None:
     loaded = RetrievalCache.load(tmp_path, model.config, model=model)
     for own, other in zip(cache.retrieval_layers, loaded.retrieval_layers, strict=True):
         assert own.state is not None and other.state is not None
-        assert other.state.store.fp8 and other.state.store.pinned
+        assert other.state.store.memory.fp8 and other.state.store.memory.pinned
         for mine, theirs in zip(own.state.store.blocks(0), other.state.store.blocks(0), strict=True):
             assert torch.equal(mine, theirs)
     answers = [engine.generate(model, None, prompt, each, max_new_tokens=12, capture=True) for each in (cache, loaded)]

@@ -300,7 +300,7 @@ def test_generation_without_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> No
             assert sum("expected to pin" in str(x.message) for x in told) == refuse  # one, not one per layer
         answers.append(made.new_tokens)
         state = cache.retrieval_layers[0].state
-        assert state is not None and state.store.pinned != refuse
+        assert state is not None and state.store.memory.pinned != refuse
     assert answers[0] == answers[1]
 
 

@@ -195,12 +195,12 @@ def test_a_long_sequence_takes_room_for_itself_alone() -> None:
     base.add(0, torch.arange(1600.0))
     for b in range(1, 5):
         base.add(b, torch.arange(20.0))
-    size, given = base.table.layout.block_bytes, base.table.memory.given
+    size, given = base.table.layout.block_bytes, base.table.memory.committed
     assert base.table.nbytes == (100 + 4 * 2) * size
     base.crop(0, 10)
     assert base.table.nbytes == (1 + 4 * 2) * size
     base.add(1, torch.arange(1500.0))
-    assert base.table.nbytes == (1 + 95 + 3 * 2) * size and base.table.memory.given == given
+    assert base.table.nbytes == (1 + 95 + 3 * 2) * size and base.table.memory.committed == given
     base.check()
 
 

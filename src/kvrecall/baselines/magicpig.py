@@ -43,7 +43,7 @@ class SamplingConfig(IndexConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_tables(self.bits, self.tables, "MagicPIG uses 150 tables of 10 bits.")
+        check_tables(self, "MagicPIG uses 150 tables of 10 bits.")
 
     @classmethod
     def refusal(cls, mode: str) -> str:

@@ -40,7 +40,7 @@ class SoftHashConfig(IndexConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_tables(self.bits, self.tables, "SOCKET uses 60 tables of 12 bits.")
+        check_tables(self, "SOCKET uses 60 tables of 12 bits.")
         if not isinstance(self.temperature, int | float) or not self.temperature > 0:
             raise ParameterError("temperature", "a number > 0", self.temperature, "SOCKET uses 0.3.")
 

@@ -100,8 +100,7 @@ class TopP(Pruning):
     def __post_init__(self) -> None:
         if not isinstance(self.p, int | float) or not 0 < self.p <= 1:
             raise ParameterError("p", "a share in (0, 1]", self.p, "Twilight uses 0.85 for Llama 3.1.")
-        if not isinstance(self.bits, int) or not 2 <= self.bits <= 8:
-            raise ParameterError("bits", "an integer in 2 .. 8", self.bits, "Twilight uses 4.")
+        self.check_integers("Twilight uses 4.", "bits", least=2, most=8)
 
     def build(self, index: Index, shape: LayerShape, gqa: str) -> PrunedIndex:
         return PrunedIndex(index, shape, self, gqa)

@@ -101,7 +101,8 @@ class BlockBytes(BlockMemory):
         super().__init__()
         self.block_size = block_size
         self._region = region((cdiv(total_bytes(device), block_bytes), block_bytes), torch.uint8, device)
-        self._blocks = 0
+        self.committed = 0
+        """How many blocks have memory: those below this id."""
 
     @property
     def tensor(self) -> Tensor:
@@ -113,32 +114,27 @@ class BlockBytes(BlockMemory):
         """Bytes per block."""
         return self.tensor.shape[1]
 
-    @property
-    def given(self) -> int:
-        """How many blocks have memory: those below this id."""
-        return self._blocks
-
     def commit(self, blocks: int) -> None:
         """Gives memory to the blocks below id `blocks`. If memory is short, changes nothing and raises torch.OutOfMemoryError
         on a GPU, HostMemoryError on a CPU."""
-        if blocks > self._blocks:
+        if blocks > self.committed:
             with self._lock:
                 self._commit(blocks)
 
     def _commit(self, blocks: int) -> None:
-        if blocks <= self._blocks:
+        if blocks <= self.committed:
             return
-        wanted = max(blocks, min(self._region.most, self._blocks + cdiv(_SLAB_BYTES, self.block_bytes)))
+        wanted = max(blocks, min(self._region.most, self.committed + cdiv(_SLAB_BYTES, self.block_bytes)))
         if self.tensor.device.type == "cpu":
-            _commit_on_host(self._region, wanted, (wanted - self._blocks) * self.block_size)
+            _commit_on_host(self._region, wanted, (wanted - self.committed) * self.block_size)
         elif wanted > self._region.most:
             raise torch.OutOfMemoryError(f"CUDA out of memory: {wanted:,} blocks of {self.block_bytes:,} bytes")
         else:
             self._region.commit(wanted)
-        self._blocks = wanted
+        self.committed = wanted
 
     def _count(self, blocks: int) -> None:
-        self._blocks = max(self._blocks, blocks)
+        self.committed = max(self.committed, blocks)
 
     @property
     def region(self) -> Region | None:
@@ -147,7 +143,7 @@ class BlockBytes(BlockMemory):
     def copy_block(self, source: int, target: int, tokens: int) -> None:
         """Copies all bytes of a block, over whose parts its tokens are spread; does nothing for blocks that this layer has
         never used."""
-        if source < self._blocks:
+        if source < self.committed:
             self.commit(target + 1)
             self.tensor[target].copy_(self.tensor[source])
 
@@ -183,7 +179,9 @@ class BlockRows(BlockMemory):
         that may be mapped from a file; address space is reserved for them in addition. fp8: rows are in eight bits while they
         lie in host memory (`core.fp8`)."""
         super().__init__()
-        self._shape, self._dtype, self._mapped, self._fp8 = (heads, block_size, 2, dim), dtype, mapped, fp8
+        self.shape, self.dtype = (heads, block_size, 2, dim), dtype
+        """H_kv, block_size, 2, D; dtype of rows that are not in eight bits."""
+        self._mapped, self._fp8 = mapped, fp8
         self.block_size, self.device = block_size, device
         memory = self._reserved_on_device() if on_device else None
         self._place = self._reserved_on_host() if memory is None else _Place(memory, True)
@@ -207,16 +205,6 @@ class BlockRows(BlockMemory):
         """Whether rows are in eight bits. They never are while they lie on the device."""
         return self._fp8 and not self.on_device
 
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """H_kv, block_size, 2, D."""
-        return self._shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of rows that are not in eight bits."""
-        return self._dtype
-
     def stored(self, rows: Tensor) -> StoredRows:
         """Rows `[H_kv, n, 2, D]` as they are stored, on their device."""
         return quantised(rows) if self.fp8 else rows
@@ -229,7 +217,7 @@ class BlockRows(BlockMemory):
         if place.fp8 is None:
             return place.region.tensor[block, :, start:stop]
         numbers, scales = place.fp8
-        return Fp8Rows(numbers[block, :, start:stop], scales[block, :, start:stop], self._dtype)
+        return Fp8Rows(numbers[block, :, start:stop], scales[block, :, start:stop], self.dtype)
 
     @property
     def on_device(self) -> bool:
@@ -304,7 +292,7 @@ class BlockRows(BlockMemory):
         if count == self.block_size:
             return self.tensor[block].cpu()
         if not self.fp8:
-            copy = torch.zeros(self._shape, dtype=self._dtype, device="cpu")
+            copy = torch.zeros(self.shape, dtype=self.dtype, device="cpu")
             copy[:, :count] = self.tensor[block][:, :count]
             return copy
         rows = self.block(block, 0, self.block_size)
@@ -362,7 +350,7 @@ class BlockRows(BlockMemory):
 
     def _reserved_on_host(self) -> _Place:
         """Reserves address space for as many blocks as host memory could hold, or fewer if the process may not have so much."""
-        block_bytes = block_nbytes(self._shape) if self._fp8 else self._block_bytes
+        block_bytes = block_nbytes(self.shape) if self._fp8 else self._block_bytes
         blocks, device = (
             self._mapped + cdiv(total_host_bytes(), block_bytes),
             self.device if self.device.type == "cuda" else None,
@@ -370,7 +358,7 @@ class BlockRows(BlockMemory):
         while True:
             try:
                 if not self._fp8:
-                    return _Place(Region((blocks, *self._shape), self._dtype, device), False)
+                    return _Place(Region((blocks, *self.shape), self.dtype, device), False)
                 memory = Region((blocks, block_bytes), torch.uint8, device)
                 break
             except (OSError, MemoryError) as error:
@@ -378,20 +366,20 @@ class BlockRows(BlockMemory):
                     raise HostMemoryError(block_bytes, available_host_bytes(), self.block_size) from error
                 blocks //= 2
         with lasting_tensors():
-            numbers = numbers_of(memory.tensor, self._shape)
+            numbers = numbers_of(memory.tensor, self.shape)
             return _Place(memory, False, fp8=(numbers, scales_of(numbers)))
 
     def _reserved_on_device(self) -> Region | DeviceRegion | None:
         """The same on the device; None if it has no memory of its own, or no virtual memory management."""
         try:
-            return region((cdiv(total_bytes(self.device), self._block_bytes), *self._shape), self._dtype, self.device)
+            return region((cdiv(total_bytes(self.device), self._block_bytes), *self.shape), self.dtype, self.device)
         except (torch.OutOfMemoryError, DeviceError, OSError, MemoryError):
             say_not_on_device(self._block_bytes, self.device)
             return None
 
     @property
     def _block_bytes(self) -> int:
-        return prod(self._shape) * self._dtype.itemsize
+        return prod(self.shape) * self.dtype.itemsize
 
 
 def _copy(rows: StoredRows, target: StoredRows) -> None:

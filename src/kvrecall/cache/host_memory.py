@@ -138,16 +138,13 @@ def _fault_in(slab: Tensor) -> None:
     """Touches all pages by several threads, because registering them would allocate them one after another. Own threads,
     because some servers leave torch only one."""
     parts = slab.split(_TOUCHED_BYTES)
-    if len(parts) == 1:
-        _touch(slab)
-        return
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with ThreadPoolExecutor(min(_MOST_THREADS, cores, len(parts))) as threads:
-        list(threads.map(_touch, parts))
+    with ThreadPoolExecutor(min(_MOST_THREADS, cpu_cores(), len(parts))) as threads:
+        list(threads.map(lambda part: part[:: mmap.PAGESIZE].zero_(), parts))
 
 
-def _touch(part: Tensor) -> None:
-    part[:: mmap.PAGESIZE].zero_()
+def cpu_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _register(slab: Tensor, registered: list[int]) -> bool:

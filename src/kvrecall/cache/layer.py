@@ -159,19 +159,9 @@ class LayerStore:
         """Whether the rows of the retrieval zone lie on the device."""
         return self.memory.on_device
 
-    @property
-    def rows(self) -> Tensor:
-        """All blocks of the layer in place, `[blocks, H_kv, block_size, 2, D]`; see `BlockRows.rows`."""
-        return self.memory.rows
-
-    @property
-    def fp8(self) -> bool:
-        """Whether the rows of the retrieval zone are in eight bits."""
-        return self.memory.fp8
-
     def as_stored(self, rows: Tensor) -> Tensor:
         """Rows or keys `[…, D]` as they are read back from the retrieval zone."""
-        return as_stored(rows) if self.fp8 else rows
+        return as_stored(rows) if self.memory.fp8 else rows
 
     def place(self, on_device: bool) -> None:
         """Moves rows of the retrieval zone to the device, or to the host. Other copies of the sequences keep their place. If
@@ -203,11 +193,6 @@ class LayerStore:
             blocks = cached[2] if cached is not None and same else stacked([zone.block_table for zone in self.host], device)
             cached = self._whole = tables, lengths, blocks, sent_integers(lengths, device)
         return HostTable(self.memory.rows, cached[2], self.memory.dtype), cached[3]
-
-    @property
-    def pinned(self) -> bool:
-        """Whether a GPU can read the host's rows in place."""
-        return self.memory.pinned
 
     def ensure_blocks(self, tokens: int) -> HostTable:
         """Makes room for `tokens` tokens in every retrieval zone, with unshared blocks from the next token of any layer on.

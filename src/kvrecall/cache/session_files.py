@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.cache.block_rows import BlockMemory, BlockRows
-from kvrecall.cache.host_memory import available_host_bytes
+from kvrecall.cache.host_memory import available_host_bytes, cpu_cores
 from kvrecall.core import fp8
 from kvrecall.core.errors import HostMemoryError, SessionError
 from kvrecall.core.private_folder import PrivateFolder
@@ -188,8 +188,7 @@ def _check(place: Place, crc: int) -> None:
 @contextmanager
 def threads() -> Iterator[ThreadPoolExecutor]:
     """Threads for reading and writing. After an error, jobs that have not begun are dropped."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    pool = ThreadPoolExecutor(max(2, min(_MOST_THREADS, 2 * cores)))
+    pool = ThreadPoolExecutor(max(2, min(_MOST_THREADS, 2 * cpu_cores())))
     try:
         yield pool
     finally:

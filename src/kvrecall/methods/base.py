@@ -78,10 +78,7 @@ class Method(TypedFields):
         if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k < self.least_top_k):
             expected = "an integer > 0" if self.least_top_k == 1 else f"an integer >= {self.least_top_k}"
             raise ParameterError("top_k", expected, self.top_k, "It is the number of tokens fetched per KV head.")
-        if not isinstance(self.full_attention_threshold, int) or self.full_attention_threshold < 0:
-            raise ParameterError(
-                "full_attention_threshold", "an integer >= 0", self.full_attention_threshold, "Use 0 to retrieve at any length."
-            )
+        self.check_integers("Use 0 to retrieve at any length.", "full_attention_threshold", least=0)
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
         if any(layer < 0 for layer in self.dense_layers):
             raise ParameterError("dense_layers", "numbers of layers, from 0 on", self.dense_layers, "Layers count from 0.")

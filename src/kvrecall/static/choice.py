@@ -106,12 +106,9 @@ class ObservationWindow(StaticChoice):
     def __post_init__(self) -> None:
         if self.ratio != "online" and not (isinstance(self.ratio, int | float) and 0 <= self.ratio <= 1):
             raise ParameterError("ratio", 'a share in [0, 1] or "online"', self.ratio, "The paper's constant is 0.25.")
-        for name in ("window_tokens", "interval", "page_tokens"):
-            value = getattr(self, name)
-            if (name, value) != ("interval", None) and (not isinstance(value, int) or value < 1):
-                raise ParameterError(name, "an integer >= 1", value, "The paper uses 64, 128 and 32.")
-        if not isinstance(self.pool_radius, int) or self.pool_radius < 0:
-            raise ParameterError("pool_radius", "an integer >= 0", self.pool_radius, "0 leaves the scores as they are.")
+        interval = () if self.interval is None else ("interval",)
+        self.check_integers("The paper uses 64, 128 and 32.", "window_tokens", *interval, "page_tokens")
+        self.check_integers("0 leaves the scores as they are.", "pool_radius", least=0)
         check_lead("lead_tokens", self.lead_tokens, self.interval)
 
     @property

@@ -62,8 +62,7 @@ class FixedStride(Part):
     steps: int = 16
 
     def __post_init__(self) -> None:
-        if not isinstance(self.steps, int) or self.steps < 1:
-            raise ParameterError("steps", "an integer >= 1", self.steps, "1 searches at every step.")
+        self.check_integers("1 searches at every step.", "steps")
 
     def build(self, sequences: int, layer: int = 0) -> Trigger:
         return StrideTrigger(self.steps, sequences)

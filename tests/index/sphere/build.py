@@ -84,7 +84,7 @@ def scattered(index: SphereIndex, lengths: list[int], seed: int = 0) -> None:
     for table, count in zip(tables, counts, strict=True):
         table.blocks, order = order[:count], order[count:]
     index.pages.commit(len(taken))
-    index.pages.tensor[: index.pages.given] = 255
+    index.pages.tensor[: index.pages.committed] = 255
 
 
 def coded(

@@ -221,7 +221,7 @@ def test_reserving_asks_for_memory_at_once_and_takes_no_block() -> None:
     state = layer_in(pool, 2)
     index = sphere(state)
     index.reserve(100)
-    assert index.pages.given >= 2 * 7 and pool.used == 0 and index.nbytes == index.counts.nbytes
+    assert index.pages.committed >= 2 * 7 and pool.used == 0 and index.nbytes == index.counts.nbytes
     read(state, 90)
     used = {block for zone in state.store.host for block in zone.block_table.blocks}
     layout = index.config.layout(state.shape, 16)

@@ -24,7 +24,6 @@ from kvrecall.cache.copies import prefetch_pieces
 from kvrecall.cache.slot_zones import SlotZones
 from kvrecall.cache.zones import ZoneLengths
 from kvrecall.core.archive import Archive
-from kvrecall.core.errors import ParameterError
 from kvrecall.core.launch import cdiv, next_power_of_2, overlapping
 from kvrecall.core.structs import AttentionParams, Budget, Rows, Selection, stack_rows
 from kvrecall.index.base import Index, LayerShape, RowSource
@@ -55,8 +54,7 @@ class PageMeans(Part):
     page_tokens: int = 64
 
     def __post_init__(self) -> None:
-        if not isinstance(self.page_tokens, int) or self.page_tokens < 2:
-            raise ParameterError("page_tokens", "an integer >= 2", self.page_tokens, "The default is 64.")
+        self.check_integers("The default is 64.", "page_tokens", least=2)
 
     def nbytes(self, shape: LayerShape, tokens: int) -> int:
         """Device bytes of the means, and of the rows of an unfinished page, for a sequence of `tokens` tokens."""

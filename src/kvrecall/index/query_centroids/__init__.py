@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvrecall.core.archive import Archive
 from kvrecall.core.cuda import HostCopy
-from kvrecall.core.errors import ParameterError, UnknownNameError
+from kvrecall.core.errors import UnknownNameError
 from kvrecall.core.launch import kernels_available
 from kvrecall.core.per_sequence import PerSequence
 from kvrecall.core.structs import Budget, Selection
@@ -54,10 +54,9 @@ class CentroidConfig(IndexConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("max_centroids", "tokens_per_centroid", "list_tokens", "recalled_centroids", "pool_tokens"):
-            value, least = getattr(self, name), 0 if name == "pool_tokens" else 1
-            if not isinstance(value, int) or value < least:
-                raise ParameterError(name, f"an integer >= {least}", value, "See kvrecall.parts.CentroidConfig.")
+        remedy = "See kvrecall.parts.CentroidConfig."
+        self.check_integers(remedy, "max_centroids", "tokens_per_centroid", "list_tokens", "recalled_centroids")
+        self.check_integers(remedy, "pool_tokens", least=0)
         if self.rerank not in ("host", "device"):
             raise UnknownNameError("place of the rerank", str(self.rerank), ("host", "device"))
 

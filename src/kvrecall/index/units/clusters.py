@@ -57,10 +57,8 @@ class ClusterConfig(IndexConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("cluster_tokens", "stretch_tokens", "iterations", "max_segment_tokens"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ParameterError(name, "an integer >= 1", value, "The paper's clusters have 16 tokens in the mean.")
+        names = "cluster_tokens", "stretch_tokens", "iterations", "max_segment_tokens"
+        self.check_integers("The paper's clusters have 16 tokens in the mean.", *names)
         if self.stretch_tokens < self.cluster_tokens:
             least = f"at least cluster_tokens = {self.cluster_tokens}"
             raise ParameterError("stretch_tokens", least, self.stretch_tokens, "The default is 8192.")

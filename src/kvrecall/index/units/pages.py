@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kvrecall.cache.zones import ZoneLengths
 from kvrecall.core.archive import Archive
-from kvrecall.core.errors import ParameterError, UnknownNameError
+from kvrecall.core.errors import UnknownNameError
 from kvrecall.core.launch import cdiv, next_power_of_2
 from kvrecall.core.pieces import Work, chunks, run_all
 from kvrecall.index.base import Captured, Index, IndexConfig, LayerShape
@@ -48,8 +48,7 @@ class PageConfig(IndexConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.page_tokens, int) or self.page_tokens < 1:
-            raise ParameterError("page_tokens", "an integer >= 1", self.page_tokens, "The papers use 16 and 32.")
+        self.check_integers("The papers use 16 and 32.", "page_tokens")
         if self.bounds not in _BOUNDS:
             raise UnknownNameError("bounds", str(self.bounds), _BOUNDS)
 
