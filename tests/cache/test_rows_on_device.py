@@ -118,7 +118,7 @@ def test_a_refusal_moves_all_rows_of_the_layer_once_and_gives_the_device_its_mem
     made = near()
     stored, other = fill(made, 0, 1, 70), made.select([0])
     old = list(made.host[0].blocks())
-    memory = weakref.ref(made.rows)
+    memory = weakref.ref(made.memory.rows)
     with monkeypatch.context() as patch:
         Device(patch, 1)
         more = fill(made, 0, 2, 40)
@@ -225,10 +225,10 @@ def test_a_store_that_is_placed_elsewhere_leaves_its_copies_where_they_are(on_de
 
 def test_where_the_device_has_no_room_a_store_stays_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     made = store(1, HEADS, DIM, torch.float32, block_size=16)
-    stored, before = fill(made, 0, 1, 70), made.rows
+    stored, before = fill(made, 0, 1, 70), made.memory.rows
     Device(monkeypatch, 1)
     made.place(True)
-    assert not made.on_device and made.rows is before and torch.equal(contents(made, 0), stored)
+    assert not made.on_device and made.memory.rows is before and torch.equal(contents(made, 0), stored)
 
 
 def test_copies_in_threads_of_their_own_while_rows_move(monkeypatch: pytest.MonkeyPatch) -> None:
