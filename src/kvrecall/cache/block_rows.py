@@ -76,6 +76,10 @@ class BlockMemory(ABC):
         """A copy of a block on the CPU. The block is number `place` of a sequence; what does not belong to the sequence's first
         `tokens` tokens is zero."""
 
+    @abstractmethod
+    def copy_block(self, source: int, target: int, tokens: int) -> None:
+        """Copies at least the first `tokens` tokens of block `source` to block `target`."""
+
     def load(self, blocks: int, fill: Callable[[], None], mapped: bool = False) -> None:
         """Gives memory to the blocks below id `blocks`, in an empty memory, and calls `fill` to write them. mapped: `fill` maps
         them from a file instead, so that they take no memory. Raises as `commit`."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Hashable
 from threading import RLock
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -27,15 +27,7 @@ CPU_BLOCK_TOKENS = 4096
 _LEAST, _MOST = 16, 4096
 
 
-class BlockMemory(Protocol):
-    """Memory of one layer in blocks."""
-
-    def copy_block(self, source: int, target: int, tokens: int) -> None:
-        """Copies at least the first `tokens` tokens of block `source` to block `target`."""
-        ...
-
-
-_Memory = TypeVar("_Memory", bound=BlockMemory)
+_Memory = TypeVar("_Memory")
 
 
 class BlockPool:
@@ -47,8 +39,9 @@ class BlockPool:
             expected = f"a power of two from {_LEAST} to {_MOST:,}"
             raise ParameterError("block_size", expected, block_size, "It is the number of tokens of a block.")
         self.block_size = block_size
-        self.memories: WeakValueDictionary[Hashable, BlockMemory] = WeakValueDictionary()
-        """Memories of the layers: rows, and the summaries of each method. A memory lives as long as it is used."""
+        self.memories: WeakValueDictionary[Hashable, Any] = WeakValueDictionary()
+        """Memories of the layers (`block_rows.BlockMemory`): rows, and the summaries of each method. A memory lives as long as it
+        is used."""
         self._users: list[int] = []
         self._free: list[int] = []  # a heap: low ids first, so that memory grows as late as possible
         self._returned: list[int] = []
@@ -60,7 +53,7 @@ class BlockPool:
             memory = self.memories.get(key)
             if memory is None:
                 memory = self.memories[key] = make()
-            return memory  # type: ignore[return-value]
+            return memory
 
     @property
     def used(self) -> int:
