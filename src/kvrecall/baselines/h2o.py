@@ -45,7 +45,7 @@ class AccumulatedIndex(TokenIndex):
     """Received attention and kept tokens of one layer. After a crop, sums still include the cropped queries. An index that is
     rebuilt, by a fork or after an error, knows only the observed queries."""
 
-    of_sequence = (*TokenIndex.of_sequence, "_offset", "_found")
+    of_sequence = (*TokenIndex.of_sequence, "_offset", "_searches")
     observes_attention = True
 
     def __init__(self, shape: LayerShape, config: AccumulatedConfig) -> None:
@@ -54,7 +54,7 @@ class AccumulatedIndex(TokenIndex):
         self._sums = SequenceRows(shape.sequences, shape.kv_heads, group, torch.float32, shape.device)  # by position
         self._left = SequenceRows(shape.sequences, shape.kv_heads, group, torch.bool, shape.device)  # by place in the zone
         self._offset = [0] * shape.sequences
-        self._found: list[tuple[Tensor, int] | None] = [None] * shape.sequences  # (kept, zone) of the last search
+        self._searches: list[tuple[Tensor, int] | None] = [None] * shape.sequences  # (kept, zone) of the last search
         self._sources: Sequence[RowSource] = ()
 
     @property
@@ -75,7 +75,7 @@ class AccumulatedIndex(TokenIndex):
     def truncate(self, sequence: int, tokens: int) -> None:
         self._left.truncate(sequence, tokens)
         self._sums.truncate(sequence, self._offset[sequence] + tokens)
-        self._found[sequence] = None
+        self._searches[sequence] = None
 
     def archive(self, archive: Archive, tokens: list[int]) -> None:
         super().archive(archive, tokens)
@@ -83,11 +83,11 @@ class AccumulatedIndex(TokenIndex):
         self._sums.archive(archive, "sums", [None] * len(tokens))
         for b, part in archive.each("found", len(tokens)):
             self._offset[b] = part.integer("offset", self._offset[b])
-            search = self._found[b]
+            search = self._searches[b]
             if part.has("kept", search):
                 sets = self._group if self._gqa == "per_head" else 1
                 mask = part.tensor("kept", search and search[0], (self._kv_heads, sets, None), torch.bool)
-                self._found[b] = (
+                self._searches[b] = (
                     mask,
                     part.integer("zone", search[1] if search else 0, mask.shape[2], min(mask.shape[2], tokens[b])),
                 )
@@ -119,13 +119,13 @@ class AccumulatedIndex(TokenIndex):
                 ranked, mask = ranked.scatter(-1, at, float("-inf")), mask.scatter(-1, at, True)
             order = torch.sort(ranked, dim=-1, descending=True, stable=True).indices[..., :top_k]
             mask = mask.scatter(-1, order, True) & (ranked.isfinite() | mask)
-            self._found[b] = mask, ranked.shape[-1]
+            self._searches[b] = mask, ranked.shape[-1]
         return super().search(queries, budget, sequences)
 
     def after_attention(self, sequences: list[int]) -> None:
         """Drops the tokens that the last search left out; tokens that came since stay."""
         for b in sequences:
-            search = self._found[b]
+            search = self._searches[b]
             if search is not None:
                 self._left.writable(b)[:, : search[1]] &= search[0].transpose(1, 2)
 

@@ -54,7 +54,7 @@ class MilestoneConfig(PageConfig):
 class MilestoneIndex(PageIndex):
     """Times int64 `[H_kv, S, P]` of the pages of every sequence, -1 for a dropped one. Replaced, never written to."""
 
-    of_sequence = (*PageIndex.of_sequence, "_times", "_step", "_prompts", "_known", "_next")
+    of_sequence = (*PageIndex.of_sequence, "_times", "_step", "_prompts", "_timed", "_next")
 
     def __init__(self, shape: LayerShape, config: MilestoneConfig) -> None:
         super().__init__(shape, config)
@@ -65,7 +65,7 @@ class MilestoneIndex(PageIndex):
         self._times = [none] * shape.sequences
         self._step = [1] * shape.sequences
         self._prompts: list[list[tuple[int, int]]] = [[] for _ in range(shape.sequences)]  # (first token, end)
-        self._known = [0] * shape.sequences  # tokens when the times were last written
+        self._timed = [0] * shape.sequences  # tokens when the times were last written
         self._next: list[tuple[Tensor, int] | None] = [None] * shape.sequences  # times after the last search, and its tokens
 
     @property
@@ -81,7 +81,7 @@ class MilestoneIndex(PageIndex):
         super().truncate(sequence, tokens)
         pages = -(-tokens // self._rule.page_tokens)
         self._times[sequence], self._next[sequence] = self._times[sequence][..., :pages], None
-        self._known[sequence] = min(self._known[sequence], tokens)  # prompts may end in the window
+        self._timed[sequence] = min(self._timed[sequence], tokens)  # prompts may end in the window
 
     def archive(self, archive: Archive, tokens: list[int]) -> None:
         super().archive(archive, tokens)
@@ -89,13 +89,13 @@ class MilestoneIndex(PageIndex):
             times, after, shape = self._times[b], self._next[b], (*self._times[b].shape[:2], None)
             self._step[b] = part.integer("step", self._step[b])
             self._times[b] = part.tensor("times", times, shape, torch.int64, least=-1)
-            self._known[b] = part.integer("known", self._known[b], most=tokens[b])
+            self._timed[b] = part.integer("known", self._timed[b], most=tokens[b])
             flat = part.integers("prompts", [end for prompt in self._prompts[b] for end in prompt])
             self._prompts[b] = list(zip(flat[::2], flat[1::2], strict=False))
             if len(flat) % 2 or any(first >= last for first, last in self._prompts[b]):
                 part.refuse("prompts", "pairs of first and last tokens", flat)
-            if self._known[b] // self._rule.page_tokens > self._times[b].shape[2]:
-                part.refuse("known", "tokens of pages with times", self._known[b])
+            if self._timed[b] // self._rule.page_tokens > self._times[b].shape[2]:
+                part.refuse("known", "tokens of pages with times", self._timed[b])
             if part.has("next", after):
                 next_times = part.tensor("next", after and after[0], shape, torch.int64, least=-1)
                 next_tokens = part.integer("next_known", after[1] if after else 0, most=tokens[b])
@@ -108,7 +108,7 @@ class MilestoneIndex(PageIndex):
         for b in sequences:
             after = self._next[b]
             if after is not None:
-                (self._times[b], self._known[b]), self._next[b] = after, None
+                (self._times[b], self._timed[b]), self._next[b] = after, None
                 self._step[b] += 1
 
     def _search_one(self, query: Tensor, sequence: int, budget: Budget) -> tuple[Tensor, Tensor]:
@@ -150,7 +150,7 @@ class MilestoneIndex(PageIndex):
 
     def _current(self, sequence: int, units: Units) -> Tensor:
         """The times of all pages; pages with new tokens count as new."""
-        times, first = self._times[sequence], self._known[sequence] // self._rule.page_tokens
+        times, first = self._times[sequence], self._timed[sequence] // self._rule.page_tokens
         heads, sets, _ = times.shape
         fresh = times.new_full((heads, sets, units.reps.shape[1] - first), self._step[sequence])
         return torch.cat([times[..., :first], fresh], -1)

@@ -40,8 +40,8 @@ class BlockPool:
             raise ParameterError("block_size", expected, block_size, "It is the number of tokens of a block.")
         self.block_size = block_size
         self.memories: WeakValueDictionary[Hashable, Any] = WeakValueDictionary()
-        """Memories of the layers (`block_rows.BlockMemory`): rows, and the summaries of each method. A memory lives as long as it
-        is used."""
+        """Memories of the layers (`block_rows.BlockMemory`): rows, and the summaries of each method. A memory lives as long as
+        it is used."""
         self._users: list[int] = []
         self._free: list[int] = []  # a heap: low ids first, so that memory grows as late as possible
         self._returned: list[int] = []

@@ -140,7 +140,7 @@ class LayerStatistics:
 
     def __init__(self, rotary: Rotary, keys: KeyStatistics) -> None:
         self.rotary, self.keys = rotary, keys
-        self.made: dict[Any, Any] = {}
+        self.derived: dict[Any, Any] = {}
         """What indexes have computed from them, by their settings; shared by all indexes."""
 
     @staticmethod

@@ -45,18 +45,18 @@ def archive_observed(archive: Archive, observed: ObservedQueries | None, query: 
 class QueryLog(PerSequence):
     """Keeps the last `window` queries per sequence."""
 
-    of_sequence = ("_kept",)
+    of_sequence = ("_logs",)
 
     def __init__(self, sequences: int, window: int) -> None:
         self.window = window
-        self._kept: list[ObservedQueries | None] = [None] * sequences
+        self._logs: list[ObservedQueries | None] = [None] * sequences
 
     def add(self, sequence: int, queries: Tensor, lse: Tensor, start: int) -> None:
         """Appends queries `[H_q, T, D]` with lse `[H_q, T]`, the first at position `start`. A gap in positions clears the log
         first."""
         start += max(0, queries.shape[1] - self.window)
         queries, lse = queries[:, -self.window :], lse[:, -self.window :]
-        before = self._kept[sequence]
+        before = self._logs[sequence]
         with lasting_tensors():
             follows = before is not None and before.start + before.queries.shape[1] == start
             if before is None or not follows or queries.shape[1] == self.window:
@@ -64,34 +64,34 @@ class QueryLog(PerSequence):
             else:
                 joined = torch.cat([before.queries, queries], 1), torch.cat([before.lse, lse.float()], 1)
                 log = ObservedQueries(*joined, before.start)
-        self._kept[sequence] = log.last(self.window)
+        self._logs[sequence] = log.last(self.window)
 
     def seen(self, sequence: int) -> ObservedQueries | None:
         """The kept queries of a sequence; None if there are none."""
-        return self._kept[sequence]
+        return self._logs[sequence]
 
     def shrink(self, sequence: int, window: int) -> None:
         """Drops all but the last `window` queries of a sequence."""
-        log = self._kept[sequence]
+        log = self._logs[sequence]
         if log is not None and log.queries.shape[1] > window:
             last = log.last(window)
-            self._kept[sequence] = ObservedQueries(last.queries.clone(), last.lse.clone(), last.start) if window else None
+            self._logs[sequence] = ObservedQueries(last.queries.clone(), last.lse.clone(), last.start) if window else None
 
     def take_over(self, other: QueryLog) -> None:
         """Takes over the queries of another log of the same sequences."""
-        self._kept = [None if log is None else log.last(self.window) for log in other._kept]
+        self._logs = [None if log is None else log.last(self.window) for log in other._logs]
 
     def truncate(self, sequence: int, tokens: int) -> None:
         """Drops the queries of all tokens after the first `tokens`."""
-        log = self._kept[sequence]
+        log = self._logs[sequence]
         if log is not None:
             left = max(0, min(log.queries.shape[1], tokens - log.start))
-            self._kept[sequence] = ObservedQueries(log.queries[:, :left], log.lse[:, :left], log.start) if left else None
+            self._logs[sequence] = ObservedQueries(log.queries[:, :left], log.lse[:, :left], log.start) if left else None
 
     def archive(self, archive: Archive, query: tuple[int, int]) -> None:
         """Writes down, or takes over, what is remembered; see `core.archive`. query: sizes (H_q, D) of a query."""
-        for b, part in archive.each("log", len(self._kept)):
-            log = self._kept[b] = archive_observed(part, self._kept[b], query)
+        for b, part in archive.each("log", len(self._logs)):
+            log = self._logs[b] = archive_observed(part, self._logs[b], query)
             if log is not None and log.queries.shape[1] > self.window:
                 part.refuse("queries", f"{self.window:,} at most", log.queries.shape[1])
 

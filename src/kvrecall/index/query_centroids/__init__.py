@@ -101,7 +101,7 @@ class CentroidIndex(PerSequence, Index):
         self._listed = [0] * shape.sequences  # tokens that the lists know; every search recalls the later ones
         self._counts = [0] * shape.sequences
         self._excluded: list[Tensor | None] = [None] * shape.sequences
-        self._found: dict[int, tuple[StartedSearch, Rerank]] = {}  # last search of each sequence, for `after_attention`
+        self._reranked: dict[int, tuple[StartedSearch, Rerank]] = {}  # last search of each sequence, for `after_attention`
         self._sources: Sequence[RowSource] = ()
         self._kernels = kernels_available(shape.device)
         self._scaling = shape.head_dim**-0.5
@@ -164,7 +164,7 @@ class CentroidIndex(PerSequence, Index):
     def after_attention(self, sequences: list[int]) -> None:
         """Dynamic centroid update (Algorithm 2 d)."""
         for b in sequences:
-            started, result = self._found.pop(b, (None, None))
+            started, result = self._reranked.pop(b, (None, None))
             lists = self._lists[b]
             if started is not None and result is not None and lists is not None and self._config.dynamic_update:
                 self._replace_oldest(b, lists, result.as_centroid(started.recalled))
@@ -180,7 +180,7 @@ class CentroidIndex(PerSequence, Index):
         self._counts[sequence] = tokens
         self._listed[sequence] = min(tokens, self._listed[sequence])
         self._excluded[sequence] = None
-        self._found.pop(sequence, None)
+        self._reranked.pop(sequence, None)
 
     def mark(self, sequence: int, prompt: bool = False) -> tuple[Any, ...]:
         """A decode step replaces one centroid in place; it is kept here. Before the end of a prompt all lists are copied."""
@@ -195,7 +195,7 @@ class CentroidIndex(PerSequence, Index):
         lists = self._lists[sequence]
         if lists is not None and oldest is not None:
             ivf.replace_oldest(lists, oldest)
-        self._found.pop(sequence, None)
+        self._reranked.pop(sequence, None)
 
     def archive(self, archive: Archive, tokens: list[int]) -> None:
         shape, count = self._shape, self._config.list_tokens
@@ -210,7 +210,7 @@ class CentroidIndex(PerSequence, Index):
     def select(self, sequences: list[int]) -> CentroidIndex:
         self._shared = [True] * len(self._shared)
         chosen = super().select(sequences)
-        chosen._found = {}
+        chosen._reranked = {}
         return chosen
 
     def _replace_oldest(self, sequence: int, lists: CentroidLists, newest: CentroidLists) -> None:
@@ -247,7 +247,7 @@ class CentroidIndex(PerSequence, Index):
         listed = self._config.list_tokens if self._config.dynamic_update else 0
         source, excluded = self._sources[sequence], self._excluded[sequence]
         result = rerank(grouped, source, ids, counts, budget, self._config.gqa, self._on_host, excluded, listed)
-        self._found[sequence] = started, result
+        self._reranked[sequence] = started, result
         return result.best
 
     def _recalled(self, picked: Tensor, sequence: int, excluded: Tensor | None, cut: bool = True) -> tuple[Tensor, Tensor]:
