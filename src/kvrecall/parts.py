@@ -35,7 +35,7 @@ _PARTS: dict[str, dict[str, tuple[str, str]]] = {
         "every-step": ("kvrecall.trigger", "EveryStep"),
         "fixed-stride": ("kvrecall.trigger", "FixedStride"),
         "semantic-boundary": ("kvrecall.trigger", "SemanticBoundary"),
-        "speculative": ("kvrecall.trigger.speculative", "Speculative"),
+        "speculative": ("kvrecall.trigger", "Speculative"),
     },
     "static": {
         "observation-window": ("kvrecall.static.choice", "ObservationWindow"),

@@ -113,11 +113,6 @@ class KeyStatistics:
         return KeyStatistics(0, torch.zeros(kv_heads, dim, dtype=torch.float64, device="cpu"), square, square)
 
     @property
-    def key_second(self) -> Tensor:
-        """Second moments of the keys about zero, `[H_kv, D, D]`."""
-        return self.key_covariance + self.key_mean.unsqueeze(-1) * self.key_mean.unsqueeze(-2)
-
-    @property
     def finite(self) -> bool:
         """Whether no number is NaN or infinite."""
         return all(bool(x.isfinite().all()) for x in (self.key_mean, self.key_covariance, self.query_second))

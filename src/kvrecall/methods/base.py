@@ -18,8 +18,7 @@ from kvrecall.index.page_means import PageMeans, PageMeansIndex
 from kvrecall.index.table import in_whole_blocks
 from kvrecall.index.wrapper import Pruning
 from kvrecall.static.choice import StaticChoice
-from kvrecall.trigger import EveryStep, FixedStride, SemanticBoundary, Trigger
-from kvrecall.trigger.speculative import Speculative
+from kvrecall.trigger import EveryStep, FixedStride, SemanticBoundary, Speculative, Trigger
 
 HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256)
 """Head sizes that every method supports and is tested with."""

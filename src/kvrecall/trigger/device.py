@@ -16,8 +16,16 @@ from torch import Tensor
 from kvrecall.core.launch import next_power_of_2, overlapping
 from kvrecall.core.triton import begin, end
 from kvrecall.parts import Part
-from kvrecall.trigger import BoundaryTrigger, EveryStep, FixedStride, SemanticBoundary, StrideTrigger, Trigger
-from kvrecall.trigger.speculative import Speculative, SpeculativeTrigger
+from kvrecall.trigger import (
+    BoundaryTrigger,
+    EveryStep,
+    FixedStride,
+    SemanticBoundary,
+    Speculative,
+    SpeculativeTrigger,
+    StrideTrigger,
+    Trigger,
+)
 
 UNKNOWN, MISSING = tl.constexpr(1), tl.constexpr(2)
 """Bits of a sequence's `fresh` flag: no query to compare with, so the trigger fires; nothing is held, so a search is due."""

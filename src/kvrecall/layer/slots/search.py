@@ -19,8 +19,8 @@ from kvrecall.layer.slots.base import Group, SlotLayer, keeps_rows
 from kvrecall.layer.state import LayerState
 from kvrecall.select.queries import QueryRing, places
 from kvrecall.static.sets import StaticRefresh
+from kvrecall.trigger import Speculative
 from kvrecall.trigger.device import DeviceTrigger, Marks
-from kvrecall.trigger.speculative import Speculative
 
 
 class SearchSlots(SlotLayer):
