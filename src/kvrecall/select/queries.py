@@ -31,7 +31,7 @@ class ObservedQueries:
 
 
 def archive_observed(archive: Archive, observed: ObservedQueries | None, query: tuple[int, int]) -> ObservedQueries | None:
-    """Observed queries of the sizes (H_q, D), written down or read back."""
+    """Saves or loads observed queries. query: sizes (H_q, D) of a query."""
     if not archive.has("observed", observed):
         return None
     heads, dim = query
@@ -89,7 +89,7 @@ class QueryLog(PerSequence):
             self._logs[sequence] = ObservedQueries(log.queries[:, :left], log.lse[:, :left], log.start) if left else None
 
     def archive(self, archive: Archive, query: tuple[int, int]) -> None:
-        """Writes down, or takes over, what is remembered; see `core.archive`. query: sizes (H_q, D) of a query."""
+        """Saves or loads the queries of every sequence; see `core.archive`. query: sizes (H_q, D) of a query."""
         for b, part in archive.each("log", len(self._logs)):
             log = self._logs[b] = archive_observed(part, self._logs[b], query)
             if log is not None and log.queries.shape[1] > self.window:

@@ -97,7 +97,7 @@ class StaticRefresh:
     def archived(
         archive: Archive, refresh: StaticRefresh | None, config: StaticChoice, shape: LayerShape, source: ZoneRows, index: Index
     ) -> StaticRefresh:
-        """One that was made, written down, or one of an archive, whose work begins anew and comes to the same."""
+        """Saves a refresh, or loads one, which starts its work again and has the same result."""
         sight = refresh._sight if refresh else Observation(None, [], 0, 1, 1.0)
         observed = archive_observed(archive, sight.observed, (shape.query_heads, shape.head_dim))
         tokens = archive.integer("tokens", refresh._tokens if refresh else 0, most=source.length)
@@ -160,7 +160,7 @@ def _arrivals(source: ZoneRows, zone: Tensor) -> Iterator[slice]:
 
 
 class StaticSets(PerSequence):
-    """The static set of every sequence of a layer, and the refreshes under way. After a `rewind`, which leaves the index as it
+    """The static set of every sequence of a layer, and the running refreshes. After a `rewind`, which leaves the index as it
     is, a running refresh may have progressed; its result is the same."""
 
     of_sequence = ("sets", "_counts", "_refreshes")
@@ -221,7 +221,7 @@ class StaticSets(PerSequence):
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device of the sets and of what is under way."""
+        """Bytes on the device of the sets and of running refreshes."""
         sets = sum(chosen.rows.nbytes + chosen.ids.nbytes for chosen in self.sets if chosen is not None)
         return sets + sum(refresh.nbytes for refresh in self._refreshes if refresh is not None)
 
@@ -249,7 +249,7 @@ class StaticSets(PerSequence):
         return chosen
 
     def archive(self, archive: Archive, shape: LayerShape, sources: list[ZoneRows], index: Index | None) -> None:
-        """Writes down, or takes over, the sets of every sequence; see `core.archive`. What is under way begins anew."""
+        """Saves or loads the sets of every sequence; see `core.archive`. A loaded refresh starts its work again."""
         heads, dim = shape.kv_heads, shape.head_dim
         for b, part in archive.each("static", len(self.sets)):
             chosen, tokens = self.sets[b], sources[b].length

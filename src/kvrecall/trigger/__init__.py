@@ -33,8 +33,8 @@ class Trigger(PerSequence, ABC):
         """Forgets a cropped sequence. Its next step fires."""
 
     def archive(self, archive: Archive, query: tuple[int, int]) -> None:
-        """Writes down, or takes over, what is known of every sequence; see `core.archive`. query: sizes (H_q, D) of a query.
-        By default raises SessionError: the trigger cannot be saved."""
+        """Saves or loads the state of every sequence; see `core.archive`. query: sizes (H_q, D) of a query. By default raises
+        SessionError: the trigger cannot be saved."""
         remedy = "Save a fork() under another method, or give the trigger a method `archive` (docs/design/sessions.md)."
         raise SessionError("trigger", "one that can be saved", type(self).__name__, remedy)
 

@@ -54,7 +54,7 @@ class SegmentLog:
         self.starts[sequence] = list(begun)
 
     def archive(self, archive: Archive) -> None:
-        """Writes down, or takes over, what is known of every sequence; see `core.archive`."""
+        """Saves or loads the segments of every sequence; see `core.archive`."""
         for b, part in archive.each("segments", len(self.starts)):
             starts = self.starts[b] = part.integers("starts", self.starts[b])
             if starts != sorted(set(starts)):

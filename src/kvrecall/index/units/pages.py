@@ -97,7 +97,7 @@ class PageIndex(UnitIndex):
         return sum(u.nbytes for u in self._units) + sum(t.numel() * t.element_size() for t in self.tails)
 
     def append(self, sequence: int, keys: Tensor) -> None:
-        """The last page may be partial: its keys are kept, and its volume is computed anew when more arrive."""
+        """The last page may be partial: its keys are kept, and its volume is computed again when more arrive."""
         ids = torch.arange(self._counts[sequence], self._counts[sequence] + keys.shape[1], device=keys.device)
         self._counts[sequence] += keys.shape[1]
         size, units = self.config.page_tokens, self._units[sequence]
@@ -114,7 +114,7 @@ class PageIndex(UnitIndex):
             self.exclude(sequence, None)
 
     def exclude(self, sequence: int, ids: Tensor | None) -> None:
-        """Builds all pages of the sequence anew from the host's rows."""
+        """Builds all pages of the sequence again from the host's rows."""
         self.restructure(sequence, ids, run_all(self.restructured(ids, self._keys(sequence, 0))))
 
     def restructured(self, ids: Tensor | None, keys: Tensor) -> Work[Pages]:
