@@ -133,7 +133,7 @@ class DeviceZones(SlotZones):
             self.leave(slot)
 
     @property
-    def coming(self) -> Tensor:
+    def token_numbers(self) -> Tensor:
         """int32 `[slots]`, strided: the numbers of the tokens of the next step."""
         return self.rows.view(self._by_slot)[:, 0, 5]
 

@@ -438,7 +438,7 @@ class LayerState(Reversible):
         if (seen is None and config.observed_queries) or self.attends_whole_zone(sequence):
             return None
         offset, count = self.store.zones(sequence).sink, self.statics.count(sequence)
-        sight = Observation(seen, others, offset, self.top_k, self.scaling, count).kept()
+        sight = Observation(seen, others, offset, self.top_k, self.scaling, count).detached()
         return StaticRefresh(config, sight, tokens, self.shape, self.store.host[sequence], index)
 
 

@@ -46,7 +46,7 @@ class Observation:
     scaling: float
     count: int | None = None
 
-    def kept(self) -> Observation:
+    def detached(self) -> Observation:
         """A copy that later steps cannot change: keys that some query has seen, detached from gradients."""
         seen = self.observed
         if seen is None:
