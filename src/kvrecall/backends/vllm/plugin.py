@@ -115,7 +115,7 @@ def _asks(vllm_config: Any) -> bool:
         if OTHER_NAME in type(others).__members__:  # not if the other plugin was loaded later
             remedy = f"Give --attention-backend {OTHER_NAME}, or set VLLM_PLUGINS=kvrecall."
         last_line.tell_last()
-        with last_line.detached():
+        with last_line.kept():
             raise ParameterError("attention backend CUSTOM", "kvrecall's", f"another plugin's ({others.get_path()})", remedy)
     return False
 
@@ -140,7 +140,7 @@ def _check(vllm_config: Any) -> None:
     from kvrecall.backends.vllm.machine import note_launch
     from kvrecall.backends.vllm.refused import choose_scheduler
 
-    with last_line.detached():
+    with last_line.kept():
         checked(vllm_config)
     note_launch(vllm_config.parallel_config)
     choose_scheduler(vllm_config)
