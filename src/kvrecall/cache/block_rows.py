@@ -121,21 +121,19 @@ class BlockBytes(BlockMemory):
     def commit(self, blocks: int) -> None:
         """Gives memory to the blocks below id `blocks`. If memory is short, changes nothing and raises torch.OutOfMemoryError
         on a GPU, HostMemoryError on a CPU."""
-        if blocks > self.committed:
-            with self._lock:
-                self._commit(blocks)
-
-    def _commit(self, blocks: int) -> None:
         if blocks <= self.committed:
             return
-        wanted = max(blocks, min(self._region.most, self.committed + cdiv(_SLAB_BYTES, self.block_bytes)))
-        if self.tensor.device.type == "cpu":
-            _commit_on_host(self._region, wanted, (wanted - self.committed) * self.block_size)
-        elif wanted > self._region.most:
-            raise torch.OutOfMemoryError(f"CUDA out of memory: {wanted:,} blocks of {self.block_bytes:,} bytes")
-        else:
-            self._region.commit(wanted)
-        self.committed = wanted
+        with self._lock:
+            if blocks <= self.committed:  # by another thread
+                return
+            wanted = max(blocks, min(self._region.most, self.committed + cdiv(_SLAB_BYTES, self.block_bytes)))
+            if self.tensor.device.type == "cpu":
+                _commit_on_host(self._region, wanted, (wanted - self.committed) * self.block_size)
+            elif wanted > self._region.most:
+                raise torch.OutOfMemoryError(f"CUDA out of memory: {wanted:,} blocks of {self.block_bytes:,} bytes")
+            else:
+                self._region.commit(wanted)
+            self.committed = wanted
 
     def _count(self, blocks: int) -> None:
         self.committed = max(self.committed, blocks)
