@@ -32,7 +32,7 @@ from kvrecall.layer.pipeline import decode_step
 from kvrecall.layer.state import LayerState
 from kvrecall.methods import Method
 from kvrecall.methods.ctkvr import CTKVR
-from kvrecall.methods.exact import Exact
+from kvrecall.methods.full import Exact
 from kvrecall.methods.louiskv import LouisKV
 from kvrecall.methods.pariskv import ParisKV
 from kvrecall.methods.prkv import PRKV

@@ -187,7 +187,7 @@ class Bench:
     def _add_layer(self, number: int) -> None:
         keys, values = (self._random(self.heads, self.tokens, 10 * number + i) for i in (1, 2))
         heads = self.query_heads, self.heads, self.dim
-        shape = LayerShape(1, *heads, torch.bfloat16, keys.device, even_statistics(*heads[1:]), small_rows=self.small)
+        shape = LayerShape(1, *heads, torch.bfloat16, keys.device, even_statistics(*heads[1:]), fp8_rows=self.small)
         self.tables = self.tables or block_tables(1, keys.device)
         state = LayerState(number, shape, self.method, tables=self.tables)
         sizes = self.method.zone_sizes()

@@ -41,7 +41,7 @@ from benchmarks.gpu_unit_step import UnitStep
 from benchmarks.statistics import even_statistics
 from kvrecall.attend.reference import attend_rows
 from kvrecall.core.launch import kernels_available
-from kvrecall.core.numba import few_threads
+from kvrecall.core.numba import numba_threads
 from kvrecall.core.structs import AttentionParams, Budget, HostTable, Rows
 from kvrecall.index.base import LayerShape
 from kvrecall.index.query_centroids import CentroidConfig, CentroidIndex
@@ -344,7 +344,7 @@ def measure(shape: str, tokens: int, system: str) -> Row:
     full_bytes, band = Heads(*SHAPES[shape]).cache_bytes(tokens), bandwidths()
     state, static = layers.states[0], layers.states[0].static[0]
     fetched = state.top_k - (0 if static is None else static.ids.shape[1])
-    with few_threads():
+    with numba_threads():
         threads = get_num_threads()
     row = Row(
         shape, tokens, system, captured, len(layers.layers) if captured else 1, p20, p50, p80, *full,

@@ -126,7 +126,7 @@ def _encode(shape: str, tokens: int) -> Op:
     maps = Maps.of(layer, config)
     pages = CodePages(config.layout(layer, BLOCK_TOKENS), layer.device)
     blocks = torch.arange(cdiv(_ENCODED, BLOCK_TOKENS), dtype=torch.int32, device="cuda")
-    pages.give(len(blocks))
+    pages.commit(len(blocks))
     keys = [torch.randn(heads, _ENCODED, dim, device="cuda", dtype=torch.bfloat16) for _ in range(16)]
 
     def check() -> None:

@@ -237,11 +237,11 @@ def _settle(prompt: Prompt, cache: RetrievalCache) -> float:
 def _pin(prompt: Prompt, states: list[LayerState]) -> float:
     """Seconds of page-locking as much host memory as the layers have."""
     times: list[float] = []
-    shape, table, sizes = states[0].shape, states[0].store.reach(1), states[0].store.sizes
+    shape, table, sizes = states[0].shape, states[0].store.ensure_blocks(1), states[0].store.sizes
     stores = [LayerStore(1, shape.kv_heads, shape.head_dim, shape.dtype, prompt.ids.device, sizes) for _ in states]
     with prompt.clock(times):
         for store in stores:
-            store.reach(table.blocks.shape[1] * table.block_size)
+            store.ensure_blocks(table.blocks.shape[1] * table.block_size)
     return times[0]
 
 

@@ -18,7 +18,7 @@ from kvrecall.index.page_means import PageMeans
 from kvrecall.methods.base import Method
 from kvrecall.methods.louiskv import LouisKV
 from kvrecall.methods.prkv import PRKV
-from kvrecall.trigger.speculative import Speculative
+from kvrecall.trigger import Speculative
 
 SHAPES: dict[str, dict[str, int]] = {
     "llama-3.1-8b": {

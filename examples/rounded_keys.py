@@ -17,17 +17,16 @@ recorded step come with them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvrecall.index.base import Captured, IndexConfig, LayerShape, RowSource
+from kvrecall.index.base import Captured, IndexConfig, LayerShape
 from kvrecall.index.step import SlotSpec
 from kvrecall.index.table import TokenTable
-from kvrecall.index.tokens import TokenIndex, TokenStep
+from kvrecall.index.tokens import TableIndex, TokenStep
 from kvrecall.methods.base import Method
 
 
@@ -60,54 +59,28 @@ class RoundedConfig(IndexConfig):
         return (shape.head_dim + 4) * shape.kv_heads * tokens
 
 
-class RoundedIndex(TokenIndex):
-    """Rounded keys of all sequences. `TokenIndex` ranks the scores and breaks ties."""
+class RoundedIndex(TableIndex):
+    """Rounded keys of all sequences. `TableIndex` keeps the tables, ranks the scores and breaks ties."""
 
     def __init__(self, shape: LayerShape, config: RoundedConfig) -> None:
-        super().__init__(shape, config)
         size = shape.sequences, shape.kv_heads
-        self._gqa, self.codes = config.gqa, TokenTable("rounded keys", *size, shape.head_dim, torch.int8, shape.device)
-        self.scale = TokenTable("scales of rounded keys", *size, 1, torch.float32, shape.device)
-
-    @property
-    def lengths(self) -> list[int]:  # type: ignore[override]
-        return self.codes.lengths
-
-    @property
-    def nbytes(self) -> int:
-        return self.codes.nbytes + self.scale.nbytes
-
-    def bind(self, sources: Sequence[RowSource]) -> None:
-        self.codes.bind(sources)
-        self.scale.bind(sources)
+        codes = TokenTable("rounded keys", *size, shape.head_dim, torch.int8, shape.device)
+        scale = TokenTable("scales of rounded keys", *size, 1, torch.float32, shape.device)
+        super().__init__(shape, config, codes=codes, scale=scale)
 
     def append(self, sequence: int, keys: Tensor) -> None:
-        codes, scale = rounded(keys)
-        self.scale.append(sequence, scale)
-        self.codes.append(sequence, codes)
-
-    def truncate(self, sequence: int, tokens: int) -> None:
-        self.codes.truncate(sequence, tokens)
-        self.scale.truncate(sequence, tokens)
-
-    def select(self, sequences: list[int]) -> RoundedIndex:
-        chosen = super().select(sequences)
-        chosen.codes, chosen.scale = self.codes.select(sequences), self.scale.select(sequences)
-        return chosen
+        for table, rows in zip(self.tables.values(), rounded(keys), strict=True):
+            table.append(sequence, rows)
 
     def score(self, queries: Tensor, sequence: int, scaling: float) -> Tensor:
-        return scores(queries, self.codes.gather(sequence), self.scale.gather(sequence))
+        return scores(queries, *(table.gather(sequence) for table in self.tables.values()))
 
     def slot_step(self, spec: SlotSpec) -> RoundedStep:
         return RoundedStep(self, spec, self._gqa)
 
 
 class RoundedStep(TokenStep):
-    """The same in slots: where it lies, what a token leaves there, and how queries score it."""
-
-    def tables(self, index: TokenIndex) -> tuple[TokenTable, ...]:
-        known = cast(RoundedIndex, index)
-        return known.codes, known.scale
+    """The same in slots: what a token leaves there, and how queries score it."""
 
     def summaries(self, keys: Tensor) -> tuple[Tensor, ...]:
         return rounded(keys)

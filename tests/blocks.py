@@ -67,7 +67,7 @@ def store(
     """An empty store of one layer; its `host` are the retrieval zones. small: in eight bits on the host."""
     with pytest.MonkeyPatch.context() as patch:
         small_blocks(patch, block_size)
-        return LayerStore(sequences, heads, dim, dtype, torch.device(device), sizes, on_device=on_device, small=small)
+        return LayerStore(sequences, heads, dim, dtype, torch.device(device), sizes, on_device=on_device, fp8=small)
 
 
 def zone_of(
@@ -77,19 +77,19 @@ def zone_of(
     """An empty zone in blocks of its own, of a layer on `device`. on_device: where its rows lie. small: in eight bits on the
     host."""
     pool = BlockPool(block_size)
-    rows = pool.memories[0] = BlockRows(heads, block_size, dim, dtype, device, on_device, small=small)
+    rows = pool.memories[0] = BlockRows(heads, block_size, dim, dtype, device, on_device, fp8=small)
     return ZoneRows(0, rows, BlockTable(pool))
 
 
 def fork(zone: ZoneRows) -> ZoneRows:
     """A copy of the sequence, as a store makes one."""
-    return zone.view(zone.blocks_of_all_layers.fork())
+    return zone.view(zone.block_table.fork())
 
 
 def scattered(zone: ZoneRows, tokens: int, seed: int = 0) -> None:
     """Gives an empty zone blocks for so many tokens whose ids do not ascend, and memory for them."""
-    zone.reach(tokens)
-    table = zone.blocks_of_all_layers
+    zone.ensure_blocks(tokens)
+    table = zone.block_table
     order = torch.randperm(len(table.blocks), generator=torch.Generator().manual_seed(seed)).tolist()
     table.blocks[:] = [table.blocks[i] for i in order]
 
@@ -131,11 +131,11 @@ class Device:
 
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was not written is NaN, or bytes of ones, as which numbers are NaN, too."""
-    give = Region.give
+    commit = Region.commit
 
     def poisoned(self: Region, pieces: int) -> None:
         before = self._given // self._piece
-        give(self, pieces)
+        commit(self, pieces)
         self.tensor[before:pieces].fill_(float("nan") if self.tensor.is_floating_point() else 255)
 
-    monkeypatch.setattr(Region, "give", poisoned)
+    monkeypatch.setattr(Region, "commit", poisoned)

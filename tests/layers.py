@@ -48,7 +48,7 @@ def state(
     rows in host memory are in eight bits."""
     known = statistics or usual(kv_heads, group, dim)
     cpu = torch.device("cpu")
-    shape = LayerShape(sequences, kv_heads * group, kv_heads, dim, dtype, cpu, statistics=known, small_rows=small)
+    shape = LayerShape(sequences, kv_heads * group, kv_heads, dim, dtype, cpu, statistics=known, fp8_rows=small)
     return LayerState(layer, shape, method, observe_queries=observe_queries, tables=tables)
 
 

@@ -107,7 +107,7 @@ def layer(
     """An empty layer with 6 query heads and 2 KV heads, which knows its model's statistics. turned: by a rotary embedding.
     small: rows in host memory are in eight bits."""
     known = usual(2, 3, dim, turned)
-    shape = LayerShape(sequences, 6, 2, dim, dtype, torch.device(device), statistics=known, small_rows=small)
+    shape = LayerShape(sequences, 6, 2, dim, dtype, torch.device(device), statistics=known, fp8_rows=small)
     return LayerState(0, shape, method)
 
 

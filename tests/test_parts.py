@@ -23,8 +23,7 @@ from kvrecall.index.units.clusters import ClusterConfig
 from kvrecall.index.units.pages import PageConfig
 from kvrecall.layer.pipeline import decode_step, prefill_layer
 from kvrecall.static.choice import ObservationWindow
-from kvrecall.trigger import EveryStep, FixedStride, SemanticBoundary
-from kvrecall.trigger.speculative import Speculative
+from kvrecall.trigger import EveryStep, FixedStride, SemanticBoundary, Speculative
 from tests.one_layer import ZONES, layer, normal, params
 
 PARTS: dict[str, parts.Part] = {

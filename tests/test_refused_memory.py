@@ -121,15 +121,15 @@ class Course:
 
 
 def test_host_rows_of_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, give, calls = tiny("llama", num_hidden_layers=2), Region.give, [0, 0]
+    model, commit, calls = tiny("llama", num_hidden_layers=2), Region.commit, [0, 0]
 
     def refusing(self: Region, pieces: int) -> None:
         calls[0] += 1
         if calls[0] == calls[1]:
             raise MemoryError if calls[0] % 2 else OSError(12, "Cannot allocate memory")
-        give(self, pieces)
+        commit(self, pieces)
 
-    monkeypatch.setattr(Region, "give", refusing)
+    monkeypatch.setattr(Region, "commit", refusing)
     # Each course asks for all of its memory: none is left of the one before.
     pool = "kvrecall.backends.transformers.cache_state.pool_of"
     monkeypatch.setattr(pool, lambda _, device: BlockPool(block_size_on(device)))

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from kvrecall.engine import ask
     from kvrecall.methods.base import Method
     from kvrecall.methods.ctkvr import CTKVR
-    from kvrecall.methods.exact import Exact
-    from kvrecall.methods.full import Full
+    from kvrecall.methods.full import Exact, Full
     from kvrecall.methods.louiskv import LouisKV
     from kvrecall.methods.pariskv import ParisKV, ParisKVBalanced
     from kvrecall.methods.prkv import PRKV
@@ -41,7 +40,7 @@ _HOMES = {
     "CTKVR": "kvrecall.methods.ctkvr",
     "LouisKV": "kvrecall.methods.louiskv",
     "PRKV": "kvrecall.methods.prkv",
-    "Exact": "kvrecall.methods.exact",
+    "Exact": "kvrecall.methods.full",
     "Full": "kvrecall.methods.full",
     "Method": "kvrecall.methods.base",
     "ParisKV": "kvrecall.methods.pariskv",

@@ -64,7 +64,7 @@ def test_against_float64(
     queries = (scale * gaussian(seed + 1, kv_heads * group, dim)).to(DTYPES[dtype])
     ids, real = choose(seed, tokens, [min(tokens, n) for n in counts])
     found = attend_selected(queries, table(rows, block_size, small), ids, real, dim**-0.5, softcap)
-    rows = quantised(rows.float()).wide() if small else rows  # fp32 products of scales and numbers
+    rows = quantised(rows.float()).dequantise() if small else rows  # fp32 products of scales and numbers
     out, lse = expected(queries, rows, ids, real, dim**-0.5, softcap)
     assert found.out.shape == (1, kv_heads * group, 1, dim) and found.lse.shape == (1, kv_heads * group, 1)
     assert found.out.dtype == found.lse.dtype == torch.float32

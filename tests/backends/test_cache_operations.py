@@ -168,7 +168,7 @@ def test_blocks_are_the_same_in_all_layers_and_shared_by_copies(monkeypatch: pyt
         assert fork.tables is not None and all(table.blocks == held for table in fork.tables) and pool.used == len(held)
         for each in (cache, fork):
             for layer in each.retrieval_layers:
-                own = [rows.blocks_of_all_layers for rows in layer.state.store.host]
+                own = [rows.block_table for rows in layer.state.store.host]
                 assert all(a is b for a, b in zip(own, each.tables, strict=True))
         for _ in range(3):  # the buffer of one update interval fills, and moves to the host
             model(torch.ones(3, 4, dtype=torch.long), **cache_argument(fork))

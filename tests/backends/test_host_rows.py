@@ -94,7 +94,7 @@ def test_forks_to_other_methods_and_zones(model: Any) -> None:
     before = rows_of(cache)
     for method in (method_of("ctkvr"), method_of("prkv"), kvrecall.Exact(top_k=10, sink_tokens=2, local_tokens=6)):
         fork = cache.fork(method)
-        assert fork.small_rows
+        assert fork.fp8_rows
         outs = [decode(model, each, 4, seed=4) for each in (fork.fork(), fork.fork())]
         assert torch.equal(*outs) and outs[0].isfinite().all()
     assert all(torch.equal(*pair) for pair in zip(before, rows_of(cache), strict=True))
@@ -150,7 +150,7 @@ def test_a_session_in_eight_bits_is_loaded_as_plain_rows(model: Any, tmp_path: P
     cache = read(model, count=200)
     cache.save(tmp_path)
     plain = RetrievalCache.load(tmp_path, model.config, host_rows="plain")
-    assert not plain.small_rows and all(torch.equal(*pair) for pair in zip(rows_of(plain), rows_of(cache), strict=True))
+    assert not plain.fp8_rows and all(torch.equal(*pair) for pair in zip(rows_of(plain), rows_of(cache), strict=True))
     torch.testing.assert_close(decode(model, plain, 1), decode(model, cache, 1), atol=2e-5, rtol=2e-5)
 
 
@@ -158,11 +158,11 @@ def test_rows_on_the_device_stay_as_they_are_until_they_move(model: Any, monkeyp
     device = Device(monkeypatch)
     cache, plain = read(model, "full"), read(model, "full", host_rows="plain", rows_on_device=False)
     states = [layer.state for layer in cache.retrieval_layers if layer.state is not None]
-    assert all(state.store.on_device and not state.store.small for state in states)
+    assert all(state.store.on_device and not state.store.memory.fp8 for state in states)
     assert torch.equal(rows_of(cache)[0], rows_of(plain)[0])
     device.refusing = device.demands
     feed(model, cache, tokens(60, seed=5))
-    assert all(state.store.small and not state.store.on_device for state in states)
+    assert all(state.store.memory.fp8 and not state.store.on_device for state in states)
     zones = states[0].store.zones(0)
     moved = slice(zones.sink, zones.sink + zones.retrieval - 60)
     assert torch.equal(rows_of(cache)[0][:, moved], as_stored(rows_of(plain)[0][:, moved]))

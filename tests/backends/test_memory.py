@@ -130,15 +130,15 @@ def test_a_host_without_memory_in_the_middle_of_a_pass(monkeypatch: pytest.Monke
     method, model = METHODS["sphere"][0], tiny("llama")
     expected = answer(model, kvrecall.RetrievalCache(model.config, method), prompt())
     cache, calls = kvrecall.RetrievalCache(model.config, method), [0]
-    give = Region.give
+    commit = Region.commit
 
     def refusing(self: Region, pieces: int) -> None:
         calls[0] += 1
         if calls[0] == 4:
             raise OSError(12, "Cannot allocate memory")
-        give(self, pieces)
+        commit(self, pieces)
 
-    monkeypatch.setattr(Region, "give", refusing)
+    monkeypatch.setattr(Region, "commit", refusing)
     small_blocks(monkeypatch)
     with pytest.raises(HostMemoryError, match="are available"):
         answer(model, cache, prompt())

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvrecall.baselines.h2o.index import AccumulatedIndex
+from kvrecall.baselines.h2o import AccumulatedIndex
 from kvrecall.index.wrapper import IndexWrapper
 from kvrecall.layer.pipeline import decode_step, prefill_layer
 from kvrecall.layer.state import LayerState

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvrecall import methods
-from kvrecall.baselines.raas.index import MilestoneIndex
+from kvrecall.baselines.raas import MilestoneIndex
 from kvrecall.core.errors import CompositionError
 from tests.baselines.course import Course
 from tests.baselines.small import small

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvrecall import methods
-from kvrecall.baselines.retroinfer.index import EstimatingIndex
+from kvrecall.baselines.retroinfer import EstimatingIndex
 from kvrecall.core.errors import CompositionError, ParameterError
 from kvrecall.index.units.clusters import cluster
 from kvrecall.methods import Method

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.cache.block_rows import BlockRows
-from kvrecall.cache.copies import bring
+from kvrecall.cache.copies import rows_to_device
 from kvrecall.cache.layer import LayerStore
 from kvrecall.cache.zones import ZoneSizes
 from tests.blocks import fork, poison, small_blocks, zone_of
@@ -24,7 +24,7 @@ class SideStream:
         self.waiting: list[tuple[Tensor, Tensor]] = []
         self.done = self.most = 0
 
-    def send(self, rows: Tensor, target: Tensor) -> Late:
+    def rows_to_host(self, rows: Tensor, target: Tensor) -> Late:
         self.waiting.append((rows, target))
         self.most = max(self.most, len(self.waiting))
         return Late(self, self.done + len(self.waiting))
@@ -44,13 +44,13 @@ class Late:
     def __init__(self, stream: SideStream, number: int) -> None:
         self._stream, self._number = stream, number
 
-    def wait_on_device(self) -> None:
+    def wait(self, stream: None) -> None:
         self._stream.run(self._number)
 
-    def wait_on_host(self) -> None:
+    def synchronize(self) -> None:
         self._stream.run(self._number)
 
-    def arrived(self) -> bool:
+    def query(self) -> bool:
         return self._stream.done >= self._number
 
 
@@ -59,7 +59,8 @@ def late(monkeypatch: pytest.MonkeyPatch) -> SideStream:
     """As if all rows were on a GPU, and its copies slow; what was not written is NaN."""
     stream = SideStream()
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)
-    monkeypatch.setattr("kvrecall.cache.block_rows.send", stream.send)
+    monkeypatch.setattr("kvrecall.cache.block_rows.rows_to_host", stream.rows_to_host)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
     small_blocks(monkeypatch)
     poison(monkeypatch)
     return stream
@@ -113,14 +114,14 @@ def test_reads_wait_for_what_is_on_its_way(seed: int, late: SideStream) -> None:
     made = course(seed)
     assert late.most > 1  # some copies really waited
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvrecall.cache.block_rows.send", late.send_at_once)
+        patch.setattr("kvrecall.cache.block_rows.rows_to_host", late.send_at_once)
         expected = course(seed)
     assert all(torch.equal(x, y) for x, y in zip(made, expected, strict=True))
     assert all(torch.isfinite(x).all() for x in made)
 
 
 def test_without_waiting_it_would_show(late: SideStream, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BlockRows, "arrive", lambda *_, **__: None)
+    monkeypatch.setattr(BlockRows, "wait", lambda *_, **__: None)
     assert any(not torch.isfinite(x).all() for x in course(0))
 
 
@@ -138,10 +139,10 @@ def test_reaching_waits_for_what_is_on_its_way(late: SideStream) -> None:
     own, rows = store(), torch.randn(HEADS, 90, DIM)
     own.append_chunk(0, rows, -rows)
     assert late.waiting
-    own.reach(200)
+    own.ensure_blocks(200)
     assert not late.waiting
 
 
 def test_on_the_cpu_nothing_is_brought_anywhere() -> None:
     block = torch.randn(HEADS, 5, 2, DIM)
-    assert bring(block, torch.device("cpu")) is block
+    assert rows_to_device(block, torch.device("cpu")) is block

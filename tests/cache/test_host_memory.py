@@ -56,16 +56,16 @@ GPU = torch.device("cuda")
 def region(tokens: int, given: int | None = None, device: torch.device | None = GPU) -> Region:
     """Of rows of 512 bytes, the first of which are usable."""
     made = Region((tokens, 2, 64), torch.float32, device)
-    made.give(tokens if given is None else given)
+    made.commit(tokens if given is None else given)
     return made
 
 
 def test_memory_is_registered_as_it_is_given_and_released_exactly_once(runtime: Runtime) -> None:
     made = region(1000, 100)
     assert list(runtime.live.values()) == [13 * mmap.PAGESIZE]  # 51,200 bytes in whole pages
-    made.give(90)
+    made.commit(90)
     assert len(runtime.live) == 1
-    made.give(1000)
+    made.commit(1000)
     assert sum(runtime.live.values()) == 1000 * 512 and made.pinned
     addresses = sorted(runtime.live)
     assert addresses[0] == made.tensor.data_ptr() and addresses[1] == addresses[0] + 13 * mmap.PAGESIZE
@@ -89,8 +89,8 @@ def test_a_zone_and_its_forks_release_memory_with_the_last_of_them(runtime: Runt
     gc.collect()
     assert runtime.live
     other.truncate(2)
-    other.trim()
-    assert runtime.live and other.blocks_of_all_layers.pool.used == 1
+    other.release_unused()
+    assert runtime.live and other.block_table.pool.used == 1
     del other
     gc.collect()
     assert not runtime.live and len(runtime.released) == len(set(runtime.released)) >= 1
@@ -189,7 +189,7 @@ class Runtime:
     cudaHostUnregister = staticmethod(lambda *_: print("released"))
 torch.cuda.cudart = lambda: Runtime
 kept, gone = (Region((1000,), torch.float32, torch.device("cuda")) for _ in range(2))
-kept.give(1000), gone.give(1000)
+kept.commit(1000), gone.commit(1000)
 del gone
 print("ends")
 """

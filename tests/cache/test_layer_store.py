@@ -51,7 +51,7 @@ def check(made: LayerStore, models: list[SequenceModel]) -> None:
         expected = key(model.tokens)
         stored = torch.cat(list(made.blocks(b)), 1)
         assert torch.equal(stored[:, :, 0], expected) and torch.equal(stored[:, :, 1], -expected)
-        resident = made.resident_rows()
+        resident = made.resident.rows()
         assert resident.lengths[b].tolist() == [zones.resident] * HEADS
         kept = key(model.sink + model.local + model.buffer)
         assert torch.equal(resident.kv[b, :, : zones.resident, 0], kept)

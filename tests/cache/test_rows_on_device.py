@@ -109,7 +109,7 @@ def test_whole_zones_are_told_anew_only_when_something_has_changed() -> None:
     assert made.whole_zones([1])[1].tolist() == [0, 70]
     fill(made, 0, 3, 3)
     table, lengths = made.whole_zones([0, 1])
-    assert lengths.tolist() == [43, 70] and table.blocks[0, :3].tolist() == made.host[0].blocks_of_all_layers.blocks
+    assert lengths.tolist() == [43, 70] and table.blocks[0, :3].tolist() == made.host[0].block_table.blocks
 
 
 def test_a_refusal_moves_all_rows_of_the_layer_once_and_gives_the_device_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +118,7 @@ def test_a_refusal_moves_all_rows_of_the_layer_once_and_gives_the_device_its_mem
     made = near()
     stored, other = fill(made, 0, 1, 70), made.select([0])
     old = list(made.host[0].blocks())
-    memory = weakref.ref(made.rows)
+    memory = weakref.ref(made.memory.rows)
     with monkeypatch.context() as patch:
         Device(patch, 1)
         more = fill(made, 0, 2, 40)
@@ -142,7 +142,9 @@ def test_a_block_that_is_copied_on_write_may_be_the_one_that_finds_no_room(monke
     tables = [tables[0].fork()]
     forks = [layer.select([0], tables) for layer in layers]
     Device(monkeypatch, 2)
-    layers[0].host[0].reach(60)  # 50 rows are there: the last block is copied, first that of this layer, then the other's
+    layers[0].host[0].ensure_blocks(
+        60
+    )  # 50 rows are there: the last block is copied, first that of this layer, then the other's
     assert [layer.on_device for layer in layers] == [True, False]
     for number in range(2):
         for each in (layers[number], forks[number]):
@@ -167,16 +169,16 @@ def test_neither_memory_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_device_that_promises_more_than_it_gives(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     small_blocks(monkeypatch)
     monkeypatch.setattr(block_rows, "_warned", True)
-    made, give = near(), Region.give
+    made, commit = near(), Region.commit
     stored = fill(made, 0, 1, 70)
-    region = made._rows._place.region
+    region = made.memory._place.region
 
     def refused(self: Region, pieces: int) -> None:
         if self is region:
             raise error
-        give(self, pieces)
+        commit(self, pieces)
 
-    monkeypatch.setattr(Region, "give", refused)
+    monkeypatch.setattr(Region, "commit", refused)
     more = fill(made, 0, 2, 100)
     assert not made.on_device and torch.equal(contents(made, 0), torch.cat([stored, more], 1))
 
@@ -189,7 +191,7 @@ def test_a_device_without_the_first_piece_has_rows_on_the_host(monkeypatch: pyte
 
     monkeypatch.setattr(block_rows, "region", none)
     made = BlockRows(HEADS, 16, DIM, torch.float32, CPU, on_device=True)
-    assert not made.on_device and made.offer(3)
+    assert not made.on_device and made.try_commit(3)
 
 
 def test_one_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,10 +225,10 @@ def test_a_store_that_is_placed_elsewhere_leaves_its_copies_where_they_are(on_de
 
 def test_where_the_device_has_no_room_a_store_stays_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     made = store(1, HEADS, DIM, torch.float32, block_size=16)
-    stored, before = fill(made, 0, 1, 70), made.rows
+    stored, before = fill(made, 0, 1, 70), made.memory.rows
     Device(monkeypatch, 1)
     made.place(True)
-    assert not made.on_device and made.rows is before and torch.equal(contents(made, 0), stored)
+    assert not made.on_device and made.memory.rows is before and torch.equal(contents(made, 0), stored)
 
 
 def test_copies_in_threads_of_their_own_while_rows_move(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +266,7 @@ def test_rows_pass_in_pieces(piece: int, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("kvrecall.cache.layer._PIECE_BYTES", piece * HEADS * 2 * DIM * 4)
     made = near(1)
     stored = fill(made, 0, 1, 100)
-    with made.passing(0, lambda each: each.clone()) as passed:
+    with made.stream_rows(0, lambda each: each.clone()) as passed:
         got = list(passed)
     assert torch.equal(torch.cat(got[1:], 1), stored[:, 4:84])
     assert all(each.shape[1] <= max(piece, 16) for each in got[1:])

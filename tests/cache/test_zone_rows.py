@@ -71,8 +71,8 @@ def test_blocks_from_any_position(seed: int, sizes: list[int], start: int) -> No
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Blocks that memory was asked for, in order."""
     numbers: list[int] = []
-    give = BlockRows.give
-    monkeypatch.setattr(BlockRows, "give", lambda self, blocks: (numbers.append(blocks), give(self, blocks)))
+    commit = BlockRows.commit
+    monkeypatch.setattr(BlockRows, "commit", lambda self, blocks: (numbers.append(blocks), commit(self, blocks)))
     return numbers
 
 
@@ -140,7 +140,7 @@ def test_a_fork_copies_the_rows_that_are_held_and_no_others() -> None:
     assert first.held_blocks != second.held_blocks
     assert torch.equal(contents(first), rows(0, 5))
     assert torch.equal(contents(second), torch.cat([rows(0, 5), rows(200, 1)], 1))
-    memory: Any = second.blocks_of_all_layers.pool.memories[0]
+    memory: Any = second.block_table.pool.memories[0]
     assert not (memory.tensor[second.held_blocks[0], :, 6:9] == rows(6, 3)).any()
 
 
@@ -211,7 +211,7 @@ class Forks(RuleBasedStateMachine):
     def truncate(self, which: int, keep: int) -> None:
         i = self._pick(which)
         self.pools[i].truncate(keep)
-        self.pools[i].trim()
+        self.pools[i].release_unused()
         self.models[i] = self.models[i][:, :keep]
 
     @rule(which=st.integers(0, 9), ahead=st.integers(0, 20))
@@ -234,7 +234,7 @@ class Forks(RuleBasedStateMachine):
         else:
             of.truncate(keep)
         of.extend(mark)
-        of.trim()
+        of.release_unused()
 
     @rule(which=st.integers(0, 9))
     def fork(self, which: int) -> None:
@@ -251,7 +251,7 @@ class Forks(RuleBasedStateMachine):
 
     @invariant()
     def blocks_are_used_as_often_as_tables_name_them(self) -> None:
-        named = [block for made in getattr(self, "pools", []) for block in made.blocks_of_all_layers.blocks]
+        named = [block for made in getattr(self, "pools", []) for block in made.block_table.blocks]
         if named:
             assert self.pool.used == len(set(named))
             assert all(self.pool.shared(block) == (named.count(block) > 1) for block in named)
@@ -275,14 +275,14 @@ def test_a_store_reaches_blocks_of_its_own() -> None:
     made = zone()
     made.append(rows(0, 20))
     other = fork(made)
-    made.reach(50)
+    made.ensure_blocks(50)
     made.write(20, rows(700, 13))
     assert made.length == 20
     made.extend(33)
     assert torch.equal(contents(made), torch.cat([rows(0, 20), rows(700, 13)], 1))
     other.append(rows(300, 5))
     assert torch.equal(contents(other), torch.cat([rows(0, 20), rows(300, 5)], 1))
-    first, second = (each.blocks_of_all_layers.blocks for each in (made, other))
+    first, second = (each.block_table.blocks for each in (made, other))
     assert first[0] == second[0] and first[1] != second[1] and len(first) == 4
 
 
@@ -309,7 +309,7 @@ def test_copies_in_threads_of_their_own() -> None:
     """They share blocks, memory and the ids that nobody uses; none sees a row of another."""
     first, wrong = zone(), []
     first.append(rows(0, 40))
-    pool = first.blocks_of_all_layers.pool
+    pool = first.block_table.pool
     pool._users = Slow(pool._users)
 
     def work(number: int) -> None:
@@ -321,7 +321,7 @@ def test_copies_in_threads_of_their_own() -> None:
             if turn % 7 == number % 7:
                 keep = 20 + turn
                 own.truncate(keep)
-                own.trim()
+                own.release_unused()
                 expected = expected[:, :keep]
             if not torch.equal(contents(own), expected):
                 wrong.append((number, turn))

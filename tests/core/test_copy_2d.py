@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvrecall.cache.copies import copy_heads
 from kvrecall.core import cuda
-from kvrecall.core.fp8 import SmallRows, quantised
+from kvrecall.core.fp8 import Fp8Rows, quantised
 from tests.strategies import SEEDS, examples, gaussian
 
 KINDS = {"bf16": torch.bfloat16, "fp32": torch.float32, "uint8": torch.uint8}
@@ -86,7 +86,7 @@ def test_memory_is_as_after_plain_copies(
 def test_rows_in_eight_bits_take_two_calls(tokens: int, dim: int, to_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = install(monkeypatch, Driver(), to_device)
     source, target = (quantised(gaussian(seed, 3, 9, 2, dim)) for seed in range(2))
-    old = SmallRows(target.numbers.clone(), target.scales.clone(), target.dtype)
+    old = Fp8Rows(target.numbers.clone(), target.scales.clone(), target.dtype)
     copy_heads(source.part(2, 2 + tokens), target.part(3, 3 + tokens))
     assert len(driver.calls) == 2
     for got, kept, new in zip(target[:2], old[:2], source[:2], strict=True):

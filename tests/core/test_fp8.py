@@ -81,11 +81,11 @@ def test_a_block_is_one_run_of_bytes() -> None:
     rows = gaussian(1, 2, 16, 2, 64).bfloat16()
     block = block_of(quantised(rows))
     assert len(block) == 2 * 16 * 2 * (64 + 4)
-    assert torch.equal(rows_of(block, (2, 16, 2, 64), torch.bfloat16).wide(), as_stored(rows))
+    assert torch.equal(rows_of(block, (2, 16, 2, 64), torch.bfloat16).dequantise(), as_stored(rows))
 
 
 def test_a_table_knows_its_form() -> None:
     plain = HostTable(torch.zeros(1, 1, 16, 2, 64).half(), torch.zeros(1, 1, dtype=torch.int32))
     small = in_eight_bits(plain)
-    assert (plain.small, plain.dtype, plain.pool.dtype) == (False, torch.float16, torch.float16)
-    assert (small.small, small.dtype, small.pool.dtype) == (True, torch.float16, torch.uint8)
+    assert (plain.fp8, plain.dtype, plain.pool.dtype) == (False, torch.float16, torch.float16)
+    assert (small.fp8, small.dtype, small.pool.dtype) == (True, torch.float16, torch.uint8)

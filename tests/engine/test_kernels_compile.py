@@ -110,11 +110,11 @@ def test_keys_of_the_host(dim: int, capability: int, launches: dict[str, Any]) -
 @pytest.mark.parametrize(("dim", "capability"), [(64, 100), (128, 90), (256, 80)])
 def test_scores_for_static_sets(dim: int, capability: int, launches: dict[str, Any]) -> None:
     from kvrecall.select.queries import ObservedQueries
-    from kvrecall.static import cuda
+    from kvrecall.static import kernels
 
     observed = ObservedQueries(torch.zeros(8, 64, dim).bfloat16(), torch.zeros(8, 64), 7)
     keys, scores = torch.zeros(2, 150, dim).bfloat16(), torch.zeros(2, 150)
-    cuda.mean_shares(observed, keys, 3, 0.1, cuda.mass(observed, keys, 3, 0.1), scores)
+    kernels.mean_shares(observed, keys, 3, 0.1, kernels.mass(observed, keys, 3, 0.1), scores)
     assert [kernel.__name__ for kernel, *_ in launches.values()] == ["mass_kernel", "share_kernel"]
     compile_all(launches, capability)
 

@@ -100,7 +100,7 @@ def test_the_first_tokens_behind_a_prompt_get_host_memory_for_the_expected_lengt
     model, inputs = tiny("llama"), prompt(1)
     cache, tokens = new_cache(model), inputs["input_ids"].shape[1]
     engine.prefill(model, inputs["input_ids"], cache, chunk_tokens=30, expect_tokens=500)
-    tables = {id(layer.state.store.host[0].blocks_of_all_layers) for layer in cache.retrieval_layers}
+    tables = {id(layer.state.store.host[0].block_table) for layer in cache.retrieval_layers}
     assert len(tables) == 1 and (tokens - 20) // 16 <= len(cache.tables[0].blocks) <= (tokens - 20) * 9 // 8 // 16 + 1
     with kvrecall.attach(model):
         run(model, cache, follow_up(inputs), new_tokens=8)  # the buffer goes over

@@ -312,7 +312,7 @@ def test_rows_in_eight_bits_are_those_of_every_condition_but_full_attention(tmp_
     made = {form: replace(asker(), host_rows=form) for form in forms}
     readings = {form: each.read([[5 + i % 9 for i in range(145)]], found, 160) for form, each in made.items()}
     for form, read in readings.items():
-        small = [layer.state.store.small for layer in read.fork(found[1]).retrieval_layers if layer.state is not None]
+        small = [layer.state.store.memory.fp8 for layer in read.fork(found[1]).retrieval_layers if layer.state is not None]
         assert small == [form == "fp8"] * 2 and read.fork(found[0]).host_rows == form
     rows = [
         [torch.cat(list(layer.state.store.blocks(0)), 1) for layer in read.base.retrieval_layers if layer.state is not None]

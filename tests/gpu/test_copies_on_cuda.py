@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvrecall.cache.copies import bring, copy_heads, prefetch_pieces
+from kvrecall.cache.copies import copy_heads, prefetch_pieces, rows_to_device
 from kvrecall.core import cuda
-from kvrecall.core.fp8 import SmallRows, as_stored
+from kvrecall.core.fp8 import Fp8Rows, as_stored
 from kvrecall.core.launch import cdiv
 from tests.blocks import small_blocks, store, zone_of
 from tests.gpu.test_uncaptured_on_cuda import CUDA
@@ -60,7 +60,7 @@ def test_rows_go_to_the_host_and_back(
             zone.append(rows[:, start:stop].cuda())
             assert calls.taken() == parts * runs(start, stop)
         assert torch.equal(torch.cat(list(zone.blocks()), 1), back)
-        near = [bring(block, CUDA) for block in zone.stored(5, 491)]
+        near = [rows_to_device(block, CUDA) for block in zone.stored(5, 491)]
         assert torch.equal(torch.cat(near, 1).cpu(), back[:, 5:491]) and calls.taken() == parts * runs(5, 491)
         with prefetch_pieces(zone, 3, 500, 90, CUDA, torch.clone) as pieces:
             assert torch.equal(torch.cat(list(pieces), 1).cpu(), back[:, 3:])
@@ -73,7 +73,7 @@ def test_bytes_around_the_rows_stay_as_they_are(small: bool, monkeypatch: pytest
     zone.append(rows.cuda())
     (block,) = zone.stored()
     calls = Calls(monkeypatch)
-    for each in block[:2] if isinstance(block, SmallRows) else (block,):
+    for each in block[:2] if isinstance(block, Fp8Rows) else (block,):
         there = torch.full_like(each.view(torch.uint8), 7, device=CUDA).view(each.dtype)
         assert cuda.copy_2d(each[:, 9:41], there[:, 20:52])
         got, own = there.view(torch.uint8).cpu(), each.view(torch.uint8)
@@ -145,6 +145,6 @@ def test_the_gpu_of_the_rows_need_not_be_the_current_one() -> None:
     zone, rows = zone_of(3, 64, torch.bfloat16, other, BLOCK), gaussian(1, 3, 200, 2, 64).bfloat16()
     with torch.cuda.device(0):
         zone.append(rows.to(other))
-        near = [bring(block, other) for block in zone.stored()]
+        near = [rows_to_device(block, other) for block in zone.stored()]
         assert torch.cuda.current_device() == 0
     assert torch.equal(torch.cat(near, 1).cpu(), rows)

@@ -39,7 +39,7 @@ def pinned_region(tokens: int) -> Region:
     """All of it given: rows of 256 bytes, page-locked in three pieces."""
     region = Region((tokens, 2, 64), torch.bfloat16, torch.device("cuda"))
     for pieces in (tokens // 3, tokens // 2, tokens):
-        region.give(pieces)
+        region.commit(pieces)
     return region
 
 
@@ -80,7 +80,7 @@ def test_blocks_are_pinned() -> None:
     rows = torch.randn(2, 700, 2, 64, device="cuda").bfloat16()
     for piece in rows.split(100, 1):
         pool.append(piece)
-    assert made.pinned and all(block.is_pinned() for block in pool.blocks())
+    assert made.memory.pinned and all(block.is_pinned() for block in pool.blocks())
     ids = torch.randint(0, 700, (2, 50))
     expected = torch.stack([rows[h, ids[h].cuda()] for h in range(2)]).cpu()
     assert torch.equal(pool.gather(ids), expected)
@@ -175,7 +175,7 @@ def test_a_captured_decode_finds_announced_memory_large_enough() -> None:
         found = []
         for state in (layer.state for layer in cache.retrieval_layers):
             assert state is not None and isinstance(state.index, SphereIndex)
-            table = state.store.reach(1)
+            table = state.store.ensure_blocks(1)
             found += [state.index.pages.tensor.data_ptr(), table.rows.data_ptr(), *table.blocks.flatten().tolist()]
         return found
 

@@ -11,8 +11,8 @@ import torch
 import kvrecall
 from kvrecall import RetrievalCache, engine
 from kvrecall.attend import attend_rows, reference
-from kvrecall.cache.copies import bring, prefetch_pieces, read_keys
-from kvrecall.core.fp8 import SmallRows, as_stored, quantised
+from kvrecall.cache.copies import prefetch_pieces, read_keys, rows_to_device
+from kvrecall.core.fp8 import Fp8Rows, as_stored, quantised
 from kvrecall.core.structs import HostRows, Rows
 from kvrecall.fetch import Direct, Staged, fetch_rows
 from kvrecall.index.base import LayerShape
@@ -47,7 +47,7 @@ def test_rows_of_a_zone(dim: int, dtype: str) -> None:
     """Bit for bit those of the CPU, by whatever way they come back."""
     pool, back = zone(dim, DTYPES[dtype], spread=2.0)
     assert torch.equal(torch.cat(list(pool.blocks()), 1), back)
-    near = [bring(block, CUDA) for block in pool.stored()]
+    near = [rows_to_device(block, CUDA) for block in pool.stored()]
     assert all(block.is_cuda for block in near) and torch.equal(torch.cat(near, 1).cpu(), back)
     keys = torch.empty(3, 400, dim, dtype=DTYPES[dtype], device=CUDA)
     read_keys(pool, 61, keys)
@@ -68,9 +68,9 @@ def test_rows_of_a_zone(dim: int, dtype: str) -> None:
 @pytest.mark.parametrize("dim", [64, 80, 128, 256])
 def test_attention_and_scores_in_place(dim: int, dtype: str) -> None:
     pool, back = zone(dim, DTYPES[dtype])
-    unrounded = torch.cat([block._replace(dtype=torch.float32).wide() for block in pool.stored()], 1)
+    unrounded = torch.cat([block._replace(dtype=torch.float32).dequantise() for block in pool.stored()], 1)
     table, ids = pool.table(CUDA), torch.full((1, 3, 90), -1, dtype=torch.int32)
-    assert table is not None and table.small
+    assert table is not None and table.fp8
     for h in range(3):
         ids[0, h, : 90 - 30 * h] = torch.randperm(500, generator=generator(h))[: 90 - 30 * h].sort().values
     kv = torch.stack([back[h, ids[0, h].long().clamp_min(0)] for h in range(3)]).unsqueeze(0).cuda()
@@ -89,7 +89,7 @@ def test_what_lies_on_the_host_is_half_as_large() -> None:
     """And what crosses the bus to it."""
     rows = torch.randn(3, 64, 2, 128, generator=generator(0)).bfloat16()
     small = quantised(rows.cuda())
-    assert small.nbytes == 3 * 64 * 2 * 132 and isinstance(small, SmallRows)
+    assert small.nbytes == 3 * 64 * 2 * 132 and isinstance(small, Fp8Rows)
     pool = store(1, 3, 128, torch.bfloat16, "cuda", small=True).host[0]
     pool.append(rows.cuda())
     (held,) = pool.stored()
@@ -106,14 +106,14 @@ LAYERS = {name: methods(top_k=20)[name] for name in NAMES}
 @pytest.mark.parametrize("name", LAYERS)
 def test_same_ids_and_outputs_as_on_the_cpu(name: str) -> None:
     states = [
-        LayerState(0, LayerShape(2, 6, 2, 64, torch.float32, torch.device(d), usual(2, 3, 64), small_rows=True), LAYERS[name])
+        LayerState(0, LayerShape(2, 6, 2, 64, torch.float32, torch.device(d), usual(2, 3, 64), fp8_rows=True), LAYERS[name])
         for d in ("cpu", "cuda")
     ]
     prompt = [normal(2, h, 150, 64, seed=10 + i) for i, h in enumerate((6, 2, 2))]
     for state in states:
         prefill_layer(state, *(x.to(state.shape.device) for x in prompt), None, params())
     near = states[1].store.on_device
-    assert near == (name == "full") and states[1].store.small == (not near)
+    assert near == (name == "full") and states[1].store.memory.fp8 == (not near)
     for step in range(30):
         new = [normal(2, h, 1, 64, seed=100 + 3 * step + i) for i, h in enumerate((6, 2, 2))]
         outs = [decode_step(state, *(x.to(state.shape.device) for x in new), None, params()) for state in states]
@@ -155,7 +155,7 @@ def test_captured_generation_equals_the_uncaptured_one(name: str) -> None:
         made.append(answer.new_tokens)
         states = [layer.state for layer in cache.retrieval_layers if layer.state is not None]
         rows.append(torch.cat(list(states[-1].store.host[0].blocks()), 1))
-        assert states[-1].store.small and cache.stats().total.counters.bytes_to_device > 0
+        assert states[-1].store.memory.fp8 and cache.stats().total.counters.bytes_to_device > 0
     assert made[0] == made[1]
     torch.testing.assert_close(rows[0], rows[1], atol=0.1, rtol=0.07)  # one step of e4m3 where sums round otherwise
 
@@ -180,7 +180,7 @@ def test_a_session(tmp_path: Path) -> None:
     loaded = RetrievalCache.load(tmp_path, model.config, model=model)
     for own, other in zip(cache.retrieval_layers, loaded.retrieval_layers, strict=True):
         assert own.state is not None and other.state is not None
-        assert other.state.store.small and other.state.store.pinned
+        assert other.state.store.memory.fp8 and other.state.store.memory.pinned
         for mine, theirs in zip(own.state.store.blocks(0), other.state.store.blocks(0), strict=True):
             assert torch.equal(mine, theirs)
     answers = [engine.generate(model, None, prompt, each, max_new_tokens=12, capture=True) for each in (cache, loaded)]

@@ -102,7 +102,7 @@ def test_rows_beyond_two_to_the_31_in_a_captured_step() -> None:
     pool.extend(tokens)
     pool.write(tokens - 24, last.cpu())
     index.reserve(tokens + 64)
-    index.pages.tensor[: index.pages.given].zero_()
+    index.pages.tensor[: index.pages.committed].zero_()
     index.zero_norms.fill_(1)
     index.extend(0, tokens - 24)
     index.append(0, last[:, :, 0])

@@ -128,7 +128,7 @@ def test_places_for_pieces_do_not_grow_with_the_context() -> None:
         zones.append_chunk(0, *(torch.randn(8, 65536, 128, device=CUDA, dtype=torch.bfloat16) for _ in range(2)))
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        with zones.passing(0, lambda rows: attend_block(queries, rows, 0.1)) as past:
+        with zones.stream_rows(0, lambda rows: attend_block(queries, rows, 0.1)) as past:
             merge_in_turn([next(past)], past)
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated() - before)

@@ -54,7 +54,7 @@ def test_addresses_beyond_two_to_the_31() -> None:
     zone.reserve(count)
     for seed in range(count // 100_000):
         zone.append(gaussian(seed, 8, 1000, 2, 128).to(kind).cuda().repeat(1, 100, 1, 1))
-    assert made.on_device and int(zone.blocks_of_all_layers.blocks[-1]) * made.rows[0].numel() > 2**31
+    assert made.on_device and int(zone.block_table.blocks[-1]) * made.memory.rows[0].numel() > 2**31
     queries = gaussian(99, 1, 32, 1, 128).to(kind).cuda()
     table, lengths = made.whole_zones([0])
     got = attend_zones(queries, table, lengths, count, 0.1)

@@ -45,7 +45,7 @@ def test_a_loaded_session_decodes_as_the_saved_one(model: Any, name: str, tmp_pa
     loaded = RetrievalCache.load(tmp_path, model.config, model=model)
     for own, other in zip(cache.retrieval_layers, loaded.retrieval_layers, strict=True):
         assert own.state is not None and other.state is not None
-        assert other.state.store.pinned and own.state.store.on_device == other.state.store.on_device
+        assert other.state.store.memory.pinned and own.state.store.on_device == other.state.store.on_device
         for mine, theirs in zip(own.state.store.blocks(0), other.state.store.blocks(0), strict=True):
             assert torch.equal(mine, theirs)
     torch.testing.assert_close(decode(model, loaded, 6), decode(model, cache, 6), **CLOSE)

@@ -16,7 +16,7 @@ import kvrecall
 from kvrecall import engine
 from kvrecall.attend import attend_rows, reference
 from kvrecall.cache import host_memory
-from kvrecall.cache.copies import bring
+from kvrecall.cache.copies import rows_to_device
 from kvrecall.cache.host_memory import Region
 from kvrecall.cache.zones import ZoneSizes
 from kvrecall.core import cuda
@@ -74,7 +74,7 @@ def test_attention_to_rows_of_the_host(dtype: str, dim: int) -> None:
     for b in range(2):
         for h in range(2):
             ids[b, h, : 90 - 40 * h] = torch.randperm(500, generator=generator(h))[: 90 - 40 * h].sort().values
-    table = made.reach(500)
+    table = made.ensure_blocks(500)
     assert table.blocks.is_cuda and table.blocks.shape == (2, 8)
     index = ids.long().clamp_min(0)
     kv = torch.stack([torch.stack([stored[b][h, index[b, h]] for h in range(2)]) for b in range(2)])
@@ -192,13 +192,13 @@ def test_no_memory_grows_over_two_thousand_steps(name: str) -> None:
 
     run(400)
     torch.cuda.synchronize()
-    host = state.store.reach(1)
+    host = state.store.ensure_blocks(1)
     before = torch.cuda.memory_allocated()
     run(2000)
     torch.cuda.synchronize()
     # The scratch of the search grows with the candidates, which follow the zone: a few bytes per token and KV head.
     assert torch.cuda.memory_allocated() - before < 64 * 2000 * 2 * 2
-    now = state.store.reach(1)
+    now = state.store.ensure_blocks(1)
     assert now.rows.data_ptr() == host.rows.data_ptr() and torch.equal(now.blocks, host.blocks)
     assert state.store.zones(0).total == 2600 and all(pool.length > 2500 for pool in state.store.host)
 
@@ -245,7 +245,7 @@ def course(seed: int, slow: Tensor | None, steps: int = 400) -> list[Tensor]:
         elif what < 0.9:
             own = own.select(draw.choice([[0, 1], [1, 0], [1, 1], [0, 0]]))
         elif draw.random() < 0.5:
-            made.append(torch.cat([bring(block, CUDA) for block in own.blocks(b, on_device=True)], 1))
+            made.append(torch.cat([rows_to_device(block, CUDA) for block in own.blocks(b, on_device=True)], 1))
         else:
             made.append(torch.cat([block.cpu() for block in own.blocks(b)], 1))
         if slow is None:
@@ -268,7 +268,7 @@ def test_an_update_returns_before_its_rows_have_arrived() -> None:
     for _ in range(20):
         big @ big
     pool.append(rows)
-    assert pool._rows._pending is not None and not pool._rows._pending.arrived()
+    assert pool._rows._pending is not None and not pool._rows._pending.query()
     assert torch.equal(pool.gather(torch.arange(4096).expand(2, -1)), rows.cpu())
 
 
@@ -300,7 +300,7 @@ def test_generation_without_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> No
             assert sum("expected to pin" in str(x.message) for x in told) == refuse  # one, not one per layer
         answers.append(made.new_tokens)
         state = cache.retrieval_layers[0].state
-        assert state is not None and state.store.pinned != refuse
+        assert state is not None and state.store.memory.pinned != refuse
     assert answers[0] == answers[1]
 
 
@@ -308,7 +308,7 @@ def test_a_real_refusal_leaves_no_error_behind(monkeypatch: pytest.MonkeyPatch) 
     """Registering the same pages twice is refused by CUDA itself; the next launch must not be blamed for it."""
     monkeypatch.setattr(cuda, "_warned", False)
     region = Region((1 << 20,), torch.uint8, CUDA)
-    region.give(1 << 20)
+    region.commit(1 << 20)
     registered: list[int] = []
     with pytest.warns(RuntimeWarning, match="expected to pin"):
         assert not host_memory._register(region.tensor, registered)

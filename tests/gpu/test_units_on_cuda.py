@@ -199,16 +199,16 @@ def test_query_centroids_rerank_on_either_side(mode: str, dtype: str) -> None:
         index.exclude(0, torch.arange(0, 600, 3, device="cuda", dtype=torch.int32).expand(heads, -1))
         more = [gaussian(30 + i, 1, 8, dim).to(kind).cuda() for i in range(4)]
         index.search(more[0], Budget(200, dim**-0.5), [0])
-        index.learn([0])
+        index.after_attention([0])
         found[place] = []
         for query in more[1:]:
             if place == "device":
                 with no_waiting():
                     made = index.search(query, Budget(200, dim**-0.5), [0])
-                    index.learn([0])
+                    index.after_attention([0])
             else:
                 made = index.search(query, Budget(200, dim**-0.5), [0])
-                index.learn([0])
+                index.after_attention([0])
             assert (made.ids[0] >= 0).all() and not (made.ids[0] < 600).logical_and(made.ids[0] % 3 == 0).any()
             found[place].append(made.ids[0].cpu())
     for one, other in zip(found["host"], found["device"], strict=True):

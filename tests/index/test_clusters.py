@@ -191,20 +191,20 @@ def test_truncate_behind_the_end_changes_nothing() -> None:
 
 def test_excluded_tokens_leave_their_units_until_they_are_let_in_again() -> None:
     zone = Zone().prompt(gaussian(1, 2, 30, DIM))
-    before, barred = zone.groups(), torch.tensor([[0, 7, 29], [1, 2, 16]], dtype=torch.int32)
-    zone.index.exclude(0, barred)
+    before, excluded = zone.groups(), torch.tensor([[0, 7, 29], [1, 2, 16]], dtype=torch.int32)
+    zone.index.exclude(0, excluded)
     expected = [
-        [[t for t in unit if t not in gone] for unit in units] for units, gone in zip(before, barred.tolist(), strict=True)
+        [[t for t in unit if t not in gone] for unit in units] for units, gone in zip(before, excluded.tolist(), strict=True)
     ]
     assert zone.groups() == expected and zone.index.lengths == [30]
     queries = gaussian(2, 6, DIM)
-    assert found(zone, queries, 100) == [sorted(set(range(30)) - set(gone)) for gone in barred.tolist()]
+    assert found(zone, queries, 100) == [sorted(set(range(30)) - set(gone)) for gone in excluded.tolist()]
     zone.generated(gaussian(3, 2, 4, DIM))
-    for units, gone in zip(zone.groups(), barred.tolist(), strict=True):
+    for units, gone in zip(zone.groups(), excluded.tolist(), strict=True):
         assert sorted(t for unit in units for t in unit) == sorted(set(range(34)) - set(gone))
     zone.index.exclude(0, None)
     assert [units[:-1] for units in zone.groups()] == before
-    zone.index.exclude(0, barred)
+    zone.index.exclude(0, excluded)
     zone.truncate(20)
     assert [sorted(t for unit in units for t in unit) for units in zone.groups()] == [list(range(20))] * 2
 

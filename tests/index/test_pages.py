@@ -14,7 +14,7 @@ from torch import Tensor
 import kvrecall
 from kvrecall.core import pieces
 from kvrecall.core.errors import ParameterError, UnknownNameError
-from kvrecall.core.pieces import finished
+from kvrecall.core.pieces import run_all
 from kvrecall.core.structs import Budget
 from kvrecall.index.base import LayerShape
 from kvrecall.index.units.pages import PageConfig, PageIndex, volume_scores, volumes
@@ -202,7 +202,7 @@ def test_pages_made_in_pieces_and_tokens_that_came_meanwhile(
     was = pages(state).units(0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pieces, "PIECE_TOKENS", piece)
-        made = finished(pages(state).restructured(ids if share else None, keys_of(count)))
+        made = run_all(pages(state).restructured(ids if share else None, keys_of(count)))
     assert pages(state).units(0) is was
     index_keys(state, 0, keys_of(count + late)[:, count:])
     pages(state).restructure(0, ids if share else None, made)

@@ -114,7 +114,7 @@ class Bound:
 
     def crop(self, sequence: int, tokens: int) -> None:
         self.zones[sequence].truncate(tokens)
-        self.zones[sequence].trim()
+        self.zones[sequence].release_unused()
         self.table.truncate(sequence, tokens // self.page)
 
     def numbers(self, sequence: int) -> torch.Tensor:
@@ -136,10 +136,8 @@ class Bound:
 
 def bound(sequences: int, page: int) -> Bound:
     zones = [zone_of(1, 4)]
-    pool, memory = zones[0].blocks_of_all_layers.pool, zones[0]._rows
-    return Bound(
-        [*zones, *(ZoneRows(0, memory, type(zones[0].blocks_of_all_layers)(pool)) for _ in range(sequences - 1))], page
-    )
+    pool, memory = zones[0].block_table.pool, zones[0]._rows
+    return Bound([*zones, *(ZoneRows(0, memory, type(zones[0].block_table)(pool)) for _ in range(sequences - 1))], page)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -179,7 +177,7 @@ def test_a_page_that_began_before_a_copy_is_each_ones_own(page: int) -> None:
 def test_a_copy_takes_no_memory_until_it_writes() -> None:
     base = bound(1, 4)
     base.add(0, torch.arange(40.0))
-    pool, size = base.zones[0].blocks_of_all_layers.pool, base.table.layout.block_bytes
+    pool, size = base.zones[0].block_table.pool, base.table.layout.block_bytes
     copy = base.copy()
     assert pool.used == 3 and copy.table.memory is base.table.memory and base.table.nbytes == copy.table.nbytes == 3 * size
     copy.add(0, torch.arange(3.0))  # in a copy of the last block; no page is whole, so its rows are those of the first
@@ -197,12 +195,12 @@ def test_a_long_sequence_takes_room_for_itself_alone() -> None:
     base.add(0, torch.arange(1600.0))
     for b in range(1, 5):
         base.add(b, torch.arange(20.0))
-    size, given = base.table.layout.block_bytes, base.table.memory.given
+    size, given = base.table.layout.block_bytes, base.table.memory.committed
     assert base.table.nbytes == (100 + 4 * 2) * size
     base.crop(0, 10)
     assert base.table.nbytes == (1 + 4 * 2) * size
     base.add(1, torch.arange(1500.0))
-    assert base.table.nbytes == (1 + 95 + 3 * 2) * size and base.table.memory.given == given
+    assert base.table.nbytes == (1 + 95 + 3 * 2) * size and base.table.memory.committed == given
     base.check()
 
 
@@ -228,7 +226,7 @@ def test_rows_move_to_the_blocks_that_a_table_is_bound_to(monkeypatch: pytest.Mo
 def test_what_is_announced_is_asked_for_at_once() -> None:
     base = bound(2, 4)
     base.table.reserve(100)
-    pool = base.zones[0].blocks_of_all_layers.pool
+    pool = base.zones[0].block_table.pool
     assert base.table.memory.given >= 14 and pool.used == 0 and base.table.nbytes == 0
     free = TokenTable("free", 2, 2, 3, torch.float32, CPU)
     free.append(0, rows(0, 5))

@@ -164,7 +164,7 @@ def test_a_refresh_sees_what_has_left_the_window_since_the_capture() -> None:
     method = kvrecall.PRKV(top_k=16, **PAGES | {"refresh_interval": 22, "static_ratio": 0.9}, **ZONES)
     plain, other = both(method, 2, [74, 55])
     for b in range(2):
-        other.store.host[b].reach(200)
+        other.store.host[b].ensure_blocks(200)
         for rows in other.store.host[b].blocks(other.store.host[b].length, 200):
             rows.fill_(float("nan"))
     go_on(plain, other, 24, 1000)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvrecall.index.query_centroids import reference
+from kvrecall.index.query_centroids import cpu, reference
 from kvrecall.index.query_centroids.lists import CentroidLists, recall
 from tests.blocks import host_table
 from tests.strategies import HEAD_DIMS, gaussian, generator, whole_numbers
@@ -72,10 +72,10 @@ def test_a_query_without_a_direction_recalls_lists_that_exist(value: float) -> N
 @pytest.mark.parametrize("first_always", [90, 100, 0])
 def test_distinct(first_always: int) -> None:
     ids = torch.randint(-1, 90, (3, 2, 20), generator=generator(1), dtype=torch.int32)
-    barred = torch.tensor([[3, 50, 95]] * 3, dtype=torch.int32)
-    for without in (None, barred):
-        found, counts = kernels.distinct(ids, 100, first_always, without)
-        expected, wanted = reference.distinct(ids, 100, first_always, without)
+    excluded = torch.tensor([[3, 50, 95]] * 3, dtype=torch.int32)
+    for without in (None, excluded):
+        found, counts = reference.distinct(ids, 100, first_always, without)
+        expected, wanted = cpu.distinct(ids, 100, first_always, without)
         assert torch.equal(counts, wanted)
         assert torch.equal(found[:, : expected.shape[1]], expected) and (found[:, expected.shape[1] :] == -1).all()
 

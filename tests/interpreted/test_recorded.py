@@ -152,14 +152,14 @@ def test_a_recorded_step_keeps_no_cache_and_its_memory_serves_the_next_request()
     engine.prefill(model, ids[:, :-1], cache)
     with captured_decoding(model, cache, 3, required=True):
         engine.generate(model, None, ids, cache, max_new_tokens=3)
-    rows, gone = cache.retrieval_layers[0].state.store.rows.data_ptr(), ref(cache)
+    rows, gone = cache.retrieval_layers[0].state.store.memory.rows.data_ptr(), ref(cache)
     pool = pool_of(model, torch.device("cpu"))
     del cache
     gc.collect()
     assert gone() is None and not pool.used
     again = kvrecall.RetrievalCache(model.config, method)
     engine.prefill(model, ids, again)
-    assert again.retrieval_layers[0].state.store.rows.data_ptr() == rows
+    assert again.retrieval_layers[0].state.store.memory.rows.data_ptr() == rows
 
 
 @pytest.mark.parametrize("name", METHODS)

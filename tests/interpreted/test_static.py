@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvrecall.select.queries import ObservedQueries
-from kvrecall.static import choice, cuda
+from kvrecall.static import choice, kernels
 from tests.strategies import gaussian
 
 
@@ -20,11 +20,11 @@ def test_scores_are_those_of_torch(tokens: int, begin: int, dim: int, group: int
     own = gaussian(3, 2, 1090, dim).half()
     total = choice._total([choice._mass(observed, own, 0, dim**-0.5)], observed, [], dim**-0.5)
     expected = choice._mass(observed, keys, begin, dim**-0.5)
-    made = cuda.mass(observed, keys, begin, dim**-0.5)
+    made = kernels.mass(observed, keys, begin, dim**-0.5)
     assert made.shape == (2, group, window) and torch.equal(made.isfinite(), expected.isfinite())
     torch.testing.assert_close(made, expected, atol=1e-4, rtol=1e-5)
     shares = choice._shares(observed, total, keys, begin, dim**-0.5).mean((1, 2))
     scores = torch.full((2, tokens + 3), float("nan"))
-    cuda.mean_shares(observed, keys, begin, dim**-0.5, total, scores[:, :tokens])
+    kernels.mean_shares(observed, keys, begin, dim**-0.5, total, scores[:, :tokens])
     torch.testing.assert_close(scores[:, :tokens], shares, atol=1e-7, rtol=1e-4)
     assert scores[:, tokens:].isnan().all()

@@ -104,7 +104,7 @@ def test_a_fork_shares_its_blocks_until_one_of_both_writes(name: str) -> None:
     add(state, gaussian(2, 2, 3, 2, DIM))
     assert pool.used == used + 1  # a copy of the last block
     assert_same(found(fork, 3), before)
-    tables = [each.store.host[0].blocks_of_all_layers.blocks for each in (state, fork)]
+    tables = [each.store.host[0].block_table.blocks for each in (state, fork)]
     assert tables[0][:6] == tables[1][:6] and tables[0][6] != tables[1][6]
     del state
     assert pool.used == used
@@ -128,12 +128,12 @@ def test_a_block_that_is_given_up_is_used_again(name: str) -> None:
     state = made(METHODS[name], pool := BlockPool(16))
     add(state, gaussian(1, 2, FRONT + 200, 2, DIM))
     memories, used = {id(memory): memory.tensor.data_ptr() for memory in pool.memories.values()}, pool.used
-    gone = set(state.store.host[0].blocks_of_all_layers.blocks[3:])
+    gone = set(state.store.host[0].block_table.blocks[3:])
     state.crop(0, FRONT + 40)
     assert pool.used == 3
     other = made(METHODS[name], pool)
     add(other, rows := gaussian(2, 2, FRONT + 150, 2, DIM))
-    assert set(other.store.host[0].blocks_of_all_layers.blocks) <= gone and pool.used == used
+    assert set(other.store.host[0].block_table.blocks) <= gone and pool.used == used
     assert {id(memory): memory.tensor.data_ptr() for memory in pool.memories.values()} == memories
     fresh = made(METHODS[name], BlockPool(64))
     add(fresh, rows)

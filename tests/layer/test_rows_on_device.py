@@ -83,7 +83,7 @@ def test_no_step_reads_a_row_of_the_host(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr("kvrecall.layer.pipeline.attend_zones", watched)
     monkeypatch.setattr("kvrecall.layer.pipeline._attend_zone", None)
-    monkeypatch.setattr("kvrecall.layer.pipeline.bring", None)
+    monkeypatch.setattr("kvrecall.layer.pipeline.rows_to_device", None)
     for number in range(24):
         step(near, history, number)
     assert len(calls) == 24

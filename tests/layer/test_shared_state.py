@@ -68,8 +68,8 @@ def test_a_copy_in_other_zones_knows_of_non_finite_keys() -> None:
             copy.raise_non_finite()
 
 
-@pytest.mark.parametrize("half_built", [False, True])
-def test_an_error_in_one_sequence_leaves_no_static_set_in_another_that_its_index_does_not_know(half_built: bool) -> None:
+@pytest.mark.parametrize("incomplete", [False, True])
+def test_an_error_in_one_sequence_leaves_no_static_set_in_another_that_its_index_does_not_know(incomplete: bool) -> None:
     """The index is made anew for all sequences then; static tokens would be found, and attended, a second time."""
     method = kvrecall.PRKV(
         top_k=8, page_tokens=2, window_tokens=8, refresh_interval=50, refresh_lead_tokens=2, static_ratio=0.5, **ZONES
@@ -79,7 +79,7 @@ def test_an_error_in_one_sequence_leaves_no_static_set_in_another_that_its_index
     step(layer, history, 1)
     assert all(chosen is not None and chosen.ids.shape[1] for chosen in layer.static)
     with pytest.raises(KeyError), all_of_it(layer):
-        if half_built:
+        if incomplete:
             with layer.building_index():
                 raise KeyError
         raise KeyError
@@ -91,7 +91,7 @@ def test_an_error_in_one_sequence_leaves_no_static_set_in_another_that_its_index
             assert len(real) == len(set(real)) == 8
 
 
-@pytest.mark.parametrize("where", ["append", "learn", "watch", "truncate", "prepare"])
+@pytest.mark.parametrize("where", ["append", "after_attention", "observe_attention", "truncate", "prepare"])
 @pytest.mark.parametrize("name", ["ctkvr", "h2o", "pariskv-balanced"])
 def test_an_index_that_an_error_has_torn_is_made_anew(name: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     small: dict[str, Any] = {"tokens_per_centroid": 3, "pool_tokens": 5} if name == "ctkvr" else {}
@@ -104,7 +104,7 @@ def test_an_index_that_an_error_has_torn_is_made_anew(name: str, where: str, mon
         patch.setattr(torn, where, lambda *_, **__: (_ for _ in ()).throw(KeyError()))
         with pytest.raises(KeyError), all_of_it(layer):
             _touch(layer, where)
-    assert layer.index is not torn and not layer.half_built and layer.mark is None
+    assert layer.index is not torn and not layer.incomplete and layer.mark is None
     assert_holds(layer, history)
     step(layer, history, 2)
 
@@ -112,8 +112,8 @@ def test_an_index_that_an_error_has_torn_is_made_anew(name: str, where: str, mon
 def _touch(layer: LayerState, where: str) -> None:
     if where == "truncate":
         layer.crop(0, 30)
-    elif where == "learn":
-        layer.learn([0])
+    elif where == "after_attention":
+        layer.after_attention([0])
     elif where == "append":
         layer.absorb(0, torch.zeros(2, 1, 2, 64))
     else:

@@ -103,7 +103,7 @@ def test_forked_under_any_method_equals_having_started_with_it(other: Method | N
     method = other or first.method
     forked, fresh = first.fork(method), state(method, 2)
     start(fresh, [90, 60])
-    tables = [each.store.host[0].blocks_of_all_layers.blocks for each in (forked, first)]
+    tables = [each.store.host[0].block_table.blocks for each in (forked, first)]
     assert tables[0] == tables[1] != []
     assert forked.method == method and forked.stats.steps == 0
     assert_holds(forked, history)

@@ -25,7 +25,7 @@ CLOSE: dict[str, float] = {"atol": 1e-5, "rtol": 1e-5}
 def check_rows(state: LayerState, tokens: Tokens) -> None:
     """Every token lies in exactly one zone, in its place, and the index knows exactly the retrieval zone."""
     sizes = state.store.sizes
-    assert state.store.sequences == len(tokens.keys) == state.shape.sequences and state.mark is None and not state.half_built
+    assert state.store.sequences == len(tokens.keys) == state.shape.sequences and state.mark is None and not state.incomplete
     for b, (keys, values) in enumerate(zip(tokens.keys, tokens.values, strict=True)):
         zones, total = state.store.zones(b), keys.shape[1]
         assert zones.total == total and zones.sink == min(sizes.sink_tokens, total)

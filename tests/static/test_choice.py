@@ -15,7 +15,7 @@ from kvrecall.core import pieces
 from kvrecall.core.errors import ParameterError
 from kvrecall.select.queries import ObservedQueries
 from kvrecall.static import choice as static
-from kvrecall.static.choice import Observation, ObservationWindow, first_age, window_shares
+from kvrecall.static.choice import Observation, ObservationWindow, first_age
 from tests.strategies import DTYPES, SEEDS, examples, gaussian
 
 DIM, SCALING = 8, 0.5
@@ -25,6 +25,12 @@ Shares = list[list[list[float]]]
 
 def observed(queries: Tensor, start: int) -> ObservedQueries:
     return ObservedQueries(queries, torch.zeros(queries.shape[:2]), start)
+
+
+def window_shares(seen: ObservedQueries, zone: Tensor, others: list[tuple[Tensor, int]], offset: int, scaling: float) -> Tensor:
+    """Attention shares fp32 `[H_kv, G, W, n]` of a zone's keys for the observed queries; arguments: see `Observation`."""
+    total = static._total([static._mass(seen, zone, offset, scaling)], seen, others, scaling)
+    return static._shares(seen, total, zone, offset, scaling)
 
 
 def naive_shares(queries: Tensor, start: int, keys: Tensor) -> Shares:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvrecall.attend import reference
 from kvrecall.attend.chunk import attend_block, attend_causal
-from kvrecall.core.launch import have_numba, kernels_available
+from kvrecall.core.launch import kernels_available
 from kvrecall.core.structs import HostRows, HostTable, Partial, Rows
 
 __all__ = ["attend_block", "attend_causal", "attend_rows", "attend_selected", "attend_zones"]
@@ -26,7 +26,7 @@ def attend_rows(queries: Tensor, rows: Rows | HostRows, scaling: float, softcap:
 
         return cuda.attend_rows(queries, rows, scaling, softcap)
     assert isinstance(rows, Rows)
-    if not weighed and queries.device.type == "cpu" and queries.shape[2] == 1 and have_numba():
+    if not weighed and queries.device.type == "cpu" and queries.shape[2] == 1:
         from kvrecall.attend import cpu
 
         return cpu.attend_rows(queries, rows, scaling, softcap)

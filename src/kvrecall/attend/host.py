@@ -13,11 +13,11 @@ from numba import njit, prange
 from torch import Tensor
 
 from kvrecall.attend.cpu import PIECE, attend_piece, merge_pieces
-from kvrecall.core.numba import PARALLEL, as_words, few_threads, first_pieces, places_of, row_bits
+from kvrecall.core.numba import PARALLEL, as_words, first_pieces, numba_threads, places_of, row_bits
 from kvrecall.core.structs import HostTable, Partial
 
 
-@few_threads()
+@numba_threads()
 def attend_selected(
     queries: Tensor, table: HostTable, ids: Tensor, counts: Tensor, scaling: float, softcap: float = 0.0
 ) -> Partial:

@@ -45,7 +45,7 @@ class MemoryPlan:
         maps, near = method.shared_bytes(shape, len(searched), zone), 0
         if room is not None:
             each, left = shape.token_bytes * zone * shape.sequences, room - window - summaries - maps
-            near = layers_near(each, len(numbers) - len(searched), left)
+            near = layers_on_device(each, len(numbers) - len(searched), left)
         return MemoryPlan(shape, len(numbers), near, zone, window, summaries, maps)
 
     @property
@@ -134,6 +134,6 @@ def _growing_bytes(state: LayerState, tokens: int) -> int:
     return MemoryPlan.of(state.method, state.shape, [state.layer], tokens).growing_bytes
 
 
-def layers_near(each: int, layers: int, room: int) -> int:
+def layers_on_device(each: int, layers: int, room: int) -> int:
     """How many of `layers` layers without search fit on a device with `room` bytes for rows, at `each` bytes per layer."""
     return layers if not each else max(0, min(layers, room // each))

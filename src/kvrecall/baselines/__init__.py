@@ -1,1 +1,1 @@
-"""Baselines: one file per system, or a folder if it has an index or part of its own."""
+"""Baselines: one file per system, with its index and parts if it has any of its own."""

@@ -8,7 +8,7 @@ from typing import ClassVar
 from kvrecall.fetch import Staged
 from kvrecall.index.units.pages import PageConfig
 from kvrecall.methods.base import Method
-from kvrecall.trigger.speculative import Speculative
+from kvrecall.trigger import Speculative
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,7 +43,7 @@ class SamplingConfig(IndexConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_tables(self.bits, self.tables, "MagicPIG uses 150 tables of 10 bits.")
+        check_tables(self, "MagicPIG uses 150 tables of 10 bits.")
 
     @classmethod
     def refusal(cls, mode: str) -> str:
@@ -82,10 +82,10 @@ class SamplingIndex(TrainedIndex):
         return shared.masked_fill(shared < 2, float("-inf"))
 
     def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
-        found = super().search(queries, budget, sequences)
+        selection = super().search(queries, budget, sequences)
         grouped = queries.float().unflatten(1, (self._kv_heads, -1))
-        biases = [self._bias(q, ids, b) for q, ids, b in zip(grouped, found.ids, sequences, strict=True)]
-        return replace(found, bias=torch.stack(biases))
+        biases = [self._bias(q, ids, b) for q, ids, b in zip(grouped, selection.ids, sequences, strict=True)]
+        return replace(selection, bias=torch.stack(biases))
 
     def _bias(self, queries: Tensor, ids: Tensor, sequence: int) -> Tensor:
         """-log u fp32 `[H_q, K]` of ids int32 `[H_kv, K]`, -inf for tokens that a head has not sampled. Reads the keys."""

@@ -34,9 +34,7 @@ class ProductConfig(IndexConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, most in (("subspaces", 256), ("bits", 8), ("iterations", 10_000)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or not 1 <= value <= most:
-                raise ParameterError(name, f"an integer in 1 .. {most}", value, "PQCache uses 2 subspaces of 6 bits.")
+            self.check_integers("PQCache uses 2 subspaces of 6 bits.", name, most=most)
 
     def build(self, shape: LayerShape) -> ProductIndex:
         if shape.head_dim % self.subspaces:

@@ -33,10 +33,7 @@ class OutlierPages(StaticChoice):
     page_tokens: int = 8
 
     def __post_init__(self) -> None:
-        for name in ("pages", "page_tokens"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ParameterError(name, "an integer >= 1", value, "ShadowKV uses 48 pages of 8 tokens.")
+        self.check_integers("ShadowKV uses 48 pages of 8 tokens.", "pages", "page_tokens")
 
     @property
     def observed_queries(self) -> int:

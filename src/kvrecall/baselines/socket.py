@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from kvrecall.cache.copies import zone_rows
-from kvrecall.core.archive import Archive
 from kvrecall.core.errors import ParameterError
 from kvrecall.index.base import IndexConfig, LayerShape, RowSource
 from kvrecall.index.hashing import check_tables, hash_codes, hyperplanes, patterns
 from kvrecall.index.table import TokenTable
-from kvrecall.index.tokens import TokenIndex
+from kvrecall.index.tokens import TableIndex
 from kvrecall.methods.base import Method
 
 _SCORED_TOKENS = 2048
@@ -41,7 +40,7 @@ class SoftHashConfig(IndexConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_tables(self.bits, self.tables, "SOCKET uses 60 tables of 12 bits.")
+        check_tables(self, "SOCKET uses 60 tables of 12 bits.")
         if not isinstance(self.temperature, int | float) or not self.temperature > 0:
             raise ParameterError("temperature", "a number > 0", self.temperature, "SOCKET uses 0.3.")
 
@@ -52,61 +51,34 @@ class SoftHashConfig(IndexConfig):
         return shape.kv_heads * tokens * (2 * self.tables + 4)
 
 
-class SoftHashIndex(TokenIndex):
+class SoftHashIndex(TableIndex):
     """Codes of the keys and norms of the values of one layer."""
 
     def __init__(self, shape: LayerShape, config: SoftHashConfig) -> None:
-        super().__init__(shape, config)
+        of, size = ("soft hashes", config.bits, config.seed), (shape.sequences, shape.kv_heads)
+        codes = TokenTable(of, *size, config.tables, torch.int16, shape.device)
+        norms = TokenTable("norms of values", *size, 1, torch.float32, shape.device)
+        super().__init__(shape, config, codes=codes, norms=norms)
         self._config = config
         self._planes = hyperplanes(shape.head_dim, config.tables, config.bits, config.seed, shape.device)
-        of, size = ("soft hashes", config.bits, config.seed), (shape.sequences, shape.kv_heads)
-        self._codes = TokenTable(of, *size, config.tables, torch.int16, shape.device)
-        self._norms = TokenTable("norms of values", *size, 1, torch.float32, shape.device)
         self._sources: Sequence[RowSource] = ()
-
-    @property
-    def lengths(self) -> list[int]:  # type: ignore[override]
-        return self._codes.lengths
-
-    @property
-    def nbytes(self) -> int:
-        return self._codes.nbytes + self._norms.nbytes
 
     def bind(self, sources: Sequence[RowSource]) -> None:
         self._sources = sources
-        for table in (self._codes, self._norms):
-            table.bind(sources)
-
-    def reserve(self, tokens: int) -> None:
-        self._codes.reserve(tokens)
-        self._norms.reserve(tokens)
+        super().bind(sources)
 
     def append(self, sequence: int, keys: Tensor) -> None:
         """Reads the values from the host for their norms; rows are stored before their keys are appended."""
         start = self.lengths[sequence]
         if keys.shape[1]:
             values = zone_rows(self._sources[sequence], start, start + keys.shape[1])[:, :, 1]
-            self._codes.append(sequence, hash_codes(keys, self._planes))
-            self._norms.append(sequence, values.to(keys.device).float().norm(dim=-1, keepdim=True))
-
-    def truncate(self, sequence: int, tokens: int) -> None:
-        self._codes.truncate(sequence, tokens)
-        self._norms.truncate(sequence, tokens)
-
-    def select(self, sequences: list[int]) -> SoftHashIndex:
-        chosen = super().select(sequences)
-        chosen._codes, chosen._norms = self._codes.select(sequences), self._norms.select(sequences)
-        return chosen
-
-    def archive(self, archive: Archive, tokens: list[int]) -> None:
-        super().archive(archive, tokens)
-        self._codes.archive(archive, "codes", tokens)
-        self._norms.archive(archive, "norms", tokens)
+            self.tables["codes"].append(sequence, hash_codes(keys, self._planes))
+            self.tables["norms"].append(sequence, values.to(keys.device).float().norm(dim=-1, keepdim=True))
 
     def score(self, queries: Tensor, sequence: int, scaling: float) -> Tensor:
         """The logarithm of the soft collisions, so that a softmax gives each head's shares of its total."""
         tables = bucket_probabilities(queries, self._planes, self._config.temperature)
-        codes, norms = self._codes.pieces(sequence, _SCORED_TOKENS), self._norms.gather(sequence)
+        codes, norms = self.tables["codes"].pieces(sequence, _SCORED_TOKENS), self.tables["norms"].gather(sequence)
         mass = soft_collisions(tables, codes) * norms.transpose(1, 2).double()
         return (mass.clamp_min(1e-300).log() / scaling).float()
 

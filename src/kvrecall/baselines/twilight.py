@@ -48,8 +48,8 @@ def group_shares(logits: Tensor, mode: str) -> Tensor:
 def prune(ids: Tensor, logits: Tensor, mode: str, p: float) -> tuple[Tensor, Tensor]:
     """Prunes ids int32 `[H_kv, K]` (-1: none) with logits fp64 `[H_kv, G', K]`; returns ids and counts."""
     padding = (ids < 0).unsqueeze(1)
-    kept = top_p_positions(group_shares(logits.masked_fill(padding, float("-inf")), mode), p)
-    return union_rows(torch.where(kept & ~padding, ids.unsqueeze(1), -1))
+    mask = top_p_positions(group_shares(logits.masked_fill(padding, float("-inf")), mode), p)
+    return union_rows(torch.where(mask & ~padding, ids.unsqueeze(1), -1))
 
 
 class Quantised(NamedTuple):
@@ -100,8 +100,7 @@ class TopP(Pruning):
     def __post_init__(self) -> None:
         if not isinstance(self.p, int | float) or not 0 < self.p <= 1:
             raise ParameterError("p", "a share in (0, 1]", self.p, "Twilight uses 0.85 for Llama 3.1.")
-        if not isinstance(self.bits, int) or not 2 <= self.bits <= 8:
-            raise ParameterError("bits", "an integer in 2 .. 8", self.bits, "Twilight uses 4.")
+        self.check_integers("Twilight uses 4.", "bits", least=2, most=8)
 
     def build(self, index: Index, shape: LayerShape, gqa: str) -> PrunedIndex:
         return PrunedIndex(index, shape, self, gqa)
@@ -138,13 +137,13 @@ class PrunedIndex(IndexWrapper):
         for part in (self.base, *self.tables):
             part.truncate(sequence, tokens)
 
-    def finish(self, found: Selection, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
+    def finish(self, selection: Selection, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
         grouped = search_queries(queries, self._kv_heads, self._gqa).double()
-        kept = []
-        for ids, query, b in zip(found.ids.to(queries.device), grouped, sequences, strict=True):
+        pruned = []
+        for ids, query, b in zip(selection.ids.to(queries.device), grouped, sequences, strict=True):
             logits = torch.einsum("hgd,hkd->hgk", query, self._keys(b, ids)) * budget.scaling
-            kept.append(prune(ids, logits, self._gqa, self._config.p))
-        return replace(stack_selections(kept), estimated=found.estimated)
+            pruned.append(prune(ids, logits, self._gqa, self._config.p))
+        return replace(stack_selections(pruned), estimated=selection.estimated)
 
     def _keep(self, sequence: int, keys: Tensor) -> None:
         packed = quantise(keys, self._config.bits)

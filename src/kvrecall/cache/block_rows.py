@@ -12,11 +12,11 @@ from threading import RLock
 import torch
 from torch import Tensor
 
-from kvrecall.cache.copies import Pending, send
+from kvrecall.cache.copies import rows_to_host
 from kvrecall.cache.device_memory import DeviceRegion, free_device_bytes, region, room_for_rows, total_bytes
 from kvrecall.cache.host_memory import Region, available_host_bytes, total_host_bytes
 from kvrecall.core.errors import DeviceError, HostMemoryError
-from kvrecall.core.fp8 import SmallRows, StoredRows, block_nbytes, block_of, numbers_of, quantised, scales_of, wide
+from kvrecall.core.fp8 import Fp8Rows, StoredRows, block_nbytes, block_of, dequantised, numbers_of, quantised, scales_of
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import lasting_tensors
 
@@ -29,18 +29,18 @@ _SLAB_BYTES = 4 << 20
 _warned = False
 
 
-def _give_on_host(region: Region | DeviceRegion, blocks: int, tokens: int, fill: Callable[[], None] | None = None) -> None:
-    """Gives memory to the first `blocks` pieces of host memory; fill: see `Region.give`. Raises HostMemoryError, which names
+def _commit_on_host(region: Region | DeviceRegion, blocks: int, tokens: int, fill: Callable[[], None] | None = None) -> None:
+    """Gives memory to the first `blocks` pieces of host memory; fill: see `Region.commit`. Raises HostMemoryError, which names
     the number of tokens that the memory is for, before anything changes."""
     need, available = region.missing(blocks), available_host_bytes()
     if blocks > region.most or need > available:
         raise HostMemoryError(need, available, tokens)
     if fill is not None:
         assert isinstance(region, Region)
-        region.give(blocks, fill)
+        region.commit(blocks, fill)
         return
     try:
-        region.give(blocks)
+        region.commit(blocks)
     except (OSError, MemoryError) as error:
         raise HostMemoryError(need, available, tokens) from error
 
@@ -64,7 +64,7 @@ class BlockMemory(ABC):
         """Its memory if it is host memory, else None."""
 
     @abstractmethod
-    def give(self, blocks: int) -> None:
+    def commit(self, blocks: int) -> None:
         """Gives memory to the blocks below id `blocks`; raises and changes nothing if memory is short."""
 
     @abstractmethod
@@ -76,20 +76,24 @@ class BlockMemory(ABC):
         """A copy of a block on the CPU. The block is number `place` of a sequence; what does not belong to the sequence's first
         `tokens` tokens is zero."""
 
-    def admit(self, blocks: int, fill: Callable[[], None], mapped: bool = False) -> None:
+    @abstractmethod
+    def copy_block(self, source: int, target: int, tokens: int) -> None:
+        """Copies at least the first `tokens` tokens of block `source` to block `target`."""
+
+    def load(self, blocks: int, fill: Callable[[], None], mapped: bool = False) -> None:
         """Gives memory to the blocks below id `blocks`, in an empty memory, and calls `fill` to write them. mapped: `fill` maps
-        them from a file instead, so that they take no memory. Raises as `give`."""
+        them from a file instead, so that they take no memory. Raises as `commit`."""
         with self._lock:
             region = self.region
             if region is None:
-                self.give(blocks)
+                self.commit(blocks)
                 fill()
                 return
             if mapped:
                 fill()
                 region.mapped(blocks)
             else:
-                _give_on_host(region, blocks, blocks * self.block_size, fill)
+                _commit_on_host(region, blocks, blocks * self.block_size, fill)
             self._count(blocks)
 
 
@@ -101,7 +105,8 @@ class BlockBytes(BlockMemory):
         super().__init__()
         self.block_size = block_size
         self._region = region((cdiv(total_bytes(device), block_bytes), block_bytes), torch.uint8, device)
-        self._blocks = 0
+        self.committed = 0
+        """How many blocks have memory: those below this id."""
 
     @property
     def tensor(self) -> Tensor:
@@ -113,32 +118,25 @@ class BlockBytes(BlockMemory):
         """Bytes per block."""
         return self.tensor.shape[1]
 
-    @property
-    def given(self) -> int:
-        """How many blocks have memory: those below this id."""
-        return self._blocks
-
-    def give(self, blocks: int) -> None:
+    def commit(self, blocks: int) -> None:
         """Gives memory to the blocks below id `blocks`. If memory is short, changes nothing and raises torch.OutOfMemoryError
         on a GPU, HostMemoryError on a CPU."""
-        if blocks > self._blocks:
-            with self._lock:
-                self._give(blocks)
-
-    def _give(self, blocks: int) -> None:
-        if blocks <= self._blocks:
+        if blocks <= self.committed:
             return
-        wanted = max(blocks, min(self._region.most, self._blocks + cdiv(_SLAB_BYTES, self.block_bytes)))
-        if self.tensor.device.type == "cpu":
-            _give_on_host(self._region, wanted, (wanted - self._blocks) * self.block_size)
-        elif wanted > self._region.most:
-            raise torch.OutOfMemoryError(f"CUDA out of memory: {wanted:,} blocks of {self.block_bytes:,} bytes")
-        else:
-            self._region.give(wanted)
-        self._blocks = wanted
+        with self._lock:
+            if blocks <= self.committed:  # by another thread
+                return
+            wanted = max(blocks, min(self._region.most, self.committed + cdiv(_SLAB_BYTES, self.block_bytes)))
+            if self.tensor.device.type == "cpu":
+                _commit_on_host(self._region, wanted, (wanted - self.committed) * self.block_size)
+            elif wanted > self._region.most:
+                raise torch.OutOfMemoryError(f"CUDA out of memory: {wanted:,} blocks of {self.block_bytes:,} bytes")
+            else:
+                self._region.commit(wanted)
+            self.committed = wanted
 
     def _count(self, blocks: int) -> None:
-        self._blocks = max(self._blocks, blocks)
+        self.committed = max(self.committed, blocks)
 
     @property
     def region(self) -> Region | None:
@@ -147,8 +145,8 @@ class BlockBytes(BlockMemory):
     def copy_block(self, source: int, target: int, tokens: int) -> None:
         """Copies all bytes of a block, over whose parts its tokens are spread; does nothing for blocks that this layer has
         never used."""
-        if source < self._blocks:
-            self.give(target + 1)
+        if source < self.committed:
+            self.commit(target + 1)
             self.tensor[target].copy_(self.tensor[source])
 
 
@@ -156,14 +154,14 @@ class BlockBytes(BlockMemory):
 class _Place:
     """Where the rows lie.
 
-    blocks: how many have memory. small: for rows in eight bits, views of all blocks: the numbers e4m3
+    blocks: how many have memory. fp8: for rows in eight bits, views of all blocks: the numbers e4m3
     `[most blocks, H_kv, block_size, 2, D]`, and the scales fp32 `[most blocks, H_kv, block_size, 2]`.
     """
 
     region: Region | DeviceRegion
     on_device: bool
     blocks: int = 0
-    small: tuple[Tensor, Tensor] | None = None
+    fp8: tuple[Tensor, Tensor] | None = None
 
 
 class BlockRows(BlockMemory):
@@ -177,17 +175,19 @@ class BlockRows(BlockMemory):
 
     def __init__(
         self, heads: int, block_size: int, dim: int, dtype: torch.dtype, device: torch.device, on_device: bool = False,
-        mapped: int = 0, small: bool = False,
+        mapped: int = 0, fp8: bool = False,
     ) -> None:  # fmt: skip
         """device: the layer's device, which reads the rows. on_device: rows lie there, if it has memory. mapped: most blocks
-        that may be mapped from a file; address space is reserved for them in addition. small: rows are in eight bits while they
+        that may be mapped from a file; address space is reserved for them in addition. fp8: rows are in eight bits while they
         lie in host memory (`core.fp8`)."""
         super().__init__()
-        self._shape, self._dtype, self._mapped, self._small = (heads, block_size, 2, dim), dtype, mapped, small
+        self.shape, self.dtype = (heads, block_size, 2, dim), dtype
+        """H_kv, block_size, 2, D; dtype of rows that are not in eight bits."""
+        self._mapped, self._fp8 = mapped, fp8
         self.block_size, self.device = block_size, device
-        near = self._reserved_near() if on_device else None
-        self._place = self._reserved() if near is None else _Place(near, True)
-        self._pending: Pending | None = None  # the last copy from the GPU; copies arrive in order
+        memory = self._reserved_on_device() if on_device else None
+        self._place = self._reserved_on_host() if memory is None else _Place(memory, True)
+        self._pending: torch.cuda.Event | None = None  # the end of the last copy from the GPU; copies arrive in order
 
     @property
     def tensor(self) -> Tensor:
@@ -200,36 +200,26 @@ class BlockRows(BlockMemory):
         """`[most blocks, H_kv, block_size, K|V, D]`; in eight bits e4m3, with the scales behind each block
         (`core.fp8.scales_of`)."""
         place = self._place
-        return place.region.tensor if place.small is None else place.small[0]
+        return place.region.tensor if place.fp8 is None else place.fp8[0]
 
     @property
-    def small(self) -> bool:
+    def fp8(self) -> bool:
         """Whether rows are in eight bits. They never are while they lie on the device."""
-        return self._small and not self.on_device
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """H_kv, block_size, 2, D."""
-        return self._shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of rows that are not in eight bits."""
-        return self._dtype
+        return self._fp8 and not self.on_device
 
     def stored(self, rows: Tensor) -> StoredRows:
         """Rows `[H_kv, n, 2, D]` as they are stored, on their device."""
-        return quantised(rows) if self.small else rows
+        return quantised(rows) if self.fp8 else rows
 
     def block(self, block: int, start: int, stop: int) -> StoredRows:
         """Rows start .. stop - 1 of a block, `[H_kv, n, 2, D]`, as views."""
         return self._part(self._place, block, start, stop)
 
     def _part(self, place: _Place, block: int, start: int, stop: int) -> StoredRows:
-        if place.small is None:
+        if place.fp8 is None:
             return place.region.tensor[block, :, start:stop]
-        numbers, scales = place.small
-        return SmallRows(numbers[block, :, start:stop], scales[block, :, start:stop], self._dtype)
+        numbers, scales = place.fp8
+        return Fp8Rows(numbers[block, :, start:stop], scales[block, :, start:stop], self.dtype)
 
     @property
     def on_device(self) -> bool:
@@ -242,42 +232,42 @@ class BlockRows(BlockMemory):
         where = self._place.region
         return where.pinned if isinstance(where, Region) else True
 
-    def give(self, blocks: int) -> None:
+    def commit(self, blocks: int) -> None:
         """Gives memory to the blocks below id `blocks`. If the device refuses, all rows move to the host.
 
         Raises HostMemoryError, and changes nothing, if host memory is short.
         """
         if blocks > self._place.blocks:
             with self._lock:
-                if not self.offer(blocks):
+                if not self.try_commit(blocks):
                     self._move(blocks)
 
-    def offer(self, blocks: int) -> bool:
-        """As `give`, but if the device refuses, returns False and moves nothing."""
+    def try_commit(self, blocks: int) -> bool:
+        """As `commit`, but if the device refuses, returns False and moves nothing."""
         with self._lock:
             place = self._place
             if blocks > place.blocks:
                 if not place.on_device:
-                    self._give(place, blocks)
-                elif not self._give_near(place, blocks):
+                    self._commit(place, blocks)
+                elif not self._commit_on_device(place, blocks):
                     return False
             return True
 
-    def _give(self, place: _Place, blocks: int) -> None:
-        """`give` for host memory."""
+    def _commit(self, place: _Place, blocks: int) -> None:
+        """`commit` for host memory."""
         wanted = max(blocks, place.blocks + cdiv(_SLAB_TOKENS, self.block_size))
         if wanted > place.region.most or place.region.missing(wanted) > available_host_bytes():
             wanted = blocks
-        _give_on_host(place.region, wanted, (wanted - place.blocks) * self.block_size)
+        _commit_on_host(place.region, wanted, (wanted - place.blocks) * self.block_size)
         place.blocks = wanted
 
-    def _give_near(self, place: _Place, blocks: int) -> bool:
-        """`give` for device memory; returns whether there was enough."""
+    def _commit_on_device(self, place: _Place, blocks: int) -> bool:
+        """`commit` for device memory; returns whether there was enough."""
         for wanted in (max(blocks, place.blocks + cdiv(_SLAB_TOKENS, self.block_size)), blocks):
             if wanted > place.region.most or place.region.missing(wanted) > room_for_rows(self.device):
                 continue
             try:
-                place.region.give(wanted)
+                place.region.commit(wanted)
             except (torch.OutOfMemoryError, OSError, MemoryError):
                 continue
             place.blocks = wanted
@@ -286,32 +276,32 @@ class BlockRows(BlockMemory):
 
     def _move(self, blocks: int) -> None:
         """Moves all rows to the host, with room for `blocks` blocks."""
-        near, far = self._place, self._reserved()
-        self._give(far, max(blocks, near.blocks))
+        before, after = self._place, self._reserved_on_host()
+        self._commit(after, max(blocks, before.blocks))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # streams of other threads may still write
-        for block in range(near.blocks):
-            held = near.region.tensor[block]
-            _copy(quantised(held) if self._small else held, self._part(far, block, 0, self.block_size))
-        self._place = far
-        say_not_on_device(near.region.missing(blocks), self.device)
+        for block in range(before.blocks):
+            rows = before.region.tensor[block]
+            _copy(quantised(rows) if self._fp8 else rows, self._part(after, block, 0, self.block_size))
+        self._place = after
+        say_not_on_device(before.region.missing(blocks), self.device)
 
     def cleared(self, block: int, place: int, tokens: int) -> Tensor:
         """A copy of a block on the CPU, `[H_kv, block_size, 2, D]`, or uint8 `[n]` in eight bits. The block is number `place`
         of a sequence; rows that do not belong to the sequence's first `tokens` tokens are zero."""
-        self.arrive()
-        held = min(self.block_size, tokens - place * self.block_size)
-        if held == self.block_size:
+        self.wait()
+        count = min(self.block_size, tokens - place * self.block_size)
+        if count == self.block_size:
             return self.tensor[block].cpu()
-        if not self.small:
-            copy = torch.zeros(self._shape, dtype=self._dtype, device="cpu")
-            copy[:, :held] = self.tensor[block][:, :held]
+        if not self.fp8:
+            copy = torch.zeros(self.shape, dtype=self.dtype, device="cpu")
+            copy[:, :count] = self.tensor[block][:, :count]
             return copy
         rows = self.block(block, 0, self.block_size)
-        assert isinstance(rows, SmallRows)
-        copied = SmallRows(rows.numbers.clone(), rows.scales.clone(), rows.dtype)
-        copied.numbers.view(torch.uint8)[:, held:] = 0
-        copied.scales[:, held:] = 0
+        assert isinstance(rows, Fp8Rows)
+        copied = Fp8Rows(rows.numbers.clone(), rows.scales.clone(), rows.dtype)
+        copied.numbers.view(torch.uint8)[:, count:] = 0
+        copied.scales[:, count:] = 0
         return block_of(copied)
 
     def _count(self, blocks: int) -> None:
@@ -327,22 +317,22 @@ class BlockRows(BlockMemory):
         if source >= self._place.blocks:
             return
         with self._lock:
-            self.give(target + 1)
-            self.arrive()
+            self.commit(target + 1)
+            self.wait()
             # Kernels may still read the target's old content. On the device the stream's order is enough.
             if not self.on_device and self.device.type == "cuda" and torch.cuda.is_initialized():
                 torch.cuda.current_stream(self.device).synchronize()
             _copy(self.block(source, 0, tokens), self.block(target, 0, tokens))
 
-    def arrive(self, on_device: bool = False) -> None:
+    def wait(self, on_device: bool = False) -> None:
         """Waits for copies, so that the CPU, or the GPU's current stream, may read rows."""
         pending = self._pending
         if pending is None:
             return
-        if on_device and not pending.arrived():
-            pending.wait_on_device()
+        if on_device and not pending.query():
+            pending.wait(torch.cuda.current_stream(self.device))
             return
-        pending.wait_on_host()
+        pending.synchronize()
         with self._lock:
             if self._pending is pending:
                 self._pending = None
@@ -352,25 +342,25 @@ class BlockRows(BlockMemory):
         flight."""
         with self._lock:  # rows must not move meanwhile, and `_pending` must be the last copy
             # Rows may have moved to the host since `stored`.
-            rows = quantised(rows) if self.small and isinstance(rows, Tensor) else rows
-            rows = rows if self.small else wide(rows)
+            rows = quantised(rows) if self.fp8 and isinstance(rows, Tensor) else rows
+            rows = rows if self.fp8 else dequantised(rows)
             target = self.block(block, offset, offset + (rows.shape[1] if isinstance(rows, Tensor) else rows.tokens))
             if rows.is_cuda and not self.on_device:
-                self._pending = send(rows, target)
+                self._pending = rows_to_host(rows, target)
             else:
                 _copy(rows, target)
 
-    def _reserved(self) -> _Place:
+    def _reserved_on_host(self) -> _Place:
         """Reserves address space for as many blocks as host memory could hold, or fewer if the process may not have so much."""
-        block_bytes = block_nbytes(self._shape) if self._small else self._block_bytes
+        block_bytes = block_nbytes(self.shape) if self._fp8 else self._block_bytes
         blocks, device = (
             self._mapped + cdiv(total_host_bytes(), block_bytes),
             self.device if self.device.type == "cuda" else None,
         )
         while True:
             try:
-                if not self._small:
-                    return _Place(Region((blocks, *self._shape), self._dtype, device), False)
+                if not self._fp8:
+                    return _Place(Region((blocks, *self.shape), self.dtype, device), False)
                 memory = Region((blocks, block_bytes), torch.uint8, device)
                 break
             except (OSError, MemoryError) as error:
@@ -378,20 +368,20 @@ class BlockRows(BlockMemory):
                     raise HostMemoryError(block_bytes, available_host_bytes(), self.block_size) from error
                 blocks //= 2
         with lasting_tensors():
-            numbers = numbers_of(memory.tensor, self._shape)
-            return _Place(memory, False, small=(numbers, scales_of(numbers)))
+            numbers = numbers_of(memory.tensor, self.shape)
+            return _Place(memory, False, fp8=(numbers, scales_of(numbers)))
 
-    def _reserved_near(self) -> Region | DeviceRegion | None:
+    def _reserved_on_device(self) -> Region | DeviceRegion | None:
         """The same on the device; None if it has no memory of its own, or no virtual memory management."""
         try:
-            return region((cdiv(total_bytes(self.device), self._block_bytes), *self._shape), self._dtype, self.device)
+            return region((cdiv(total_bytes(self.device), self._block_bytes), *self.shape), self.dtype, self.device)
         except (torch.OutOfMemoryError, DeviceError, OSError, MemoryError):
             say_not_on_device(self._block_bytes, self.device)
             return None
 
     @property
     def _block_bytes(self) -> int:
-        return prod(self._shape) * self._dtype.itemsize
+        return prod(self.shape) * self.dtype.itemsize
 
 
 def _copy(rows: StoredRows, target: StoredRows) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Hashable
 from threading import RLock
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -27,15 +27,7 @@ CPU_BLOCK_TOKENS = 4096
 _LEAST, _MOST = 16, 4096
 
 
-class BlockMemory(Protocol):
-    """Memory of one layer in blocks."""
-
-    def copy_block(self, source: int, target: int, tokens: int) -> None:
-        """Copies at least the first `tokens` tokens of block `source` to block `target`."""
-        ...
-
-
-_Memory = TypeVar("_Memory", bound=BlockMemory)
+_Memory = TypeVar("_Memory")
 
 
 class BlockPool:
@@ -47,8 +39,9 @@ class BlockPool:
             expected = f"a power of two from {_LEAST} to {_MOST:,}"
             raise ParameterError("block_size", expected, block_size, "It is the number of tokens of a block.")
         self.block_size = block_size
-        self.memories: WeakValueDictionary[Hashable, BlockMemory] = WeakValueDictionary()
-        """Memories of the layers: rows, and the summaries of each method. A memory lives as long as it is used."""
+        self.memories: WeakValueDictionary[Hashable, Any] = WeakValueDictionary()
+        """Memories of the layers (`block_rows.BlockMemory`): rows, and the summaries of each method. A memory lives as long as
+        it is used."""
         self._users: list[int] = []
         self._free: list[int] = []  # a heap: low ids first, so that memory grows as late as possible
         self._returned: list[int] = []
@@ -57,10 +50,10 @@ class BlockPool:
     def memory(self, key: Hashable, make: Callable[[], _Memory]) -> _Memory:
         """The memory named `key`, made if it does not exist. All users of a name need the same class and shape."""
         with self._lock:
-            known = self.memories.get(key)
-            if known is None:
-                known = self.memories[key] = make()
-            return known  # type: ignore[return-value]
+            memory = self.memories.get(key)
+            if memory is None:
+                memory = self.memories[key] = make()
+            return memory
 
     @property
     def used(self) -> int:
@@ -74,12 +67,12 @@ class BlockPool:
         with self._lock:
             assert not self._users, "the pool is in use"
             self._users = [0] * (1 + max((block for blocks in tables for block in blocks), default=-1))
-            made = [BlockTable(self) for _ in tables]
-            for table, blocks in zip(made, tables, strict=True):
+            adopted = [BlockTable(self) for _ in tables]
+            for table, blocks in zip(adopted, tables, strict=True):
                 table.blocks = list(blocks)
                 self.share(blocks)
             assert all(self._users), "a block that no table uses"
-            return made
+            return adopted
 
     @property
     def named(self) -> int:
@@ -150,12 +143,12 @@ class BlockTable:
         self.unchanged: dict[int, int] = {}
         """How many first tokens of each layer are unchanged, with their summaries, since the sequence was saved; by the
         layer's number. The next save writes only the others."""
-        self._near: dict[torch.device, Tensor] = {}
+        self._by_device: dict[torch.device, Tensor] = {}
 
     def __del__(self) -> None:
         self.pool.release(self.blocks)
 
-    def hold(self, layer: int, tokens: int) -> None:
+    def set_length(self, layer: int, tokens: int) -> None:
         """Records that a layer holds `tokens` tokens."""
         self.lengths[layer] = tokens
         if self.unchanged.get(layer, 0) > tokens:
@@ -165,44 +158,44 @@ class BlockTable:
         """Records that the current content has been saved."""
         self.unchanged = dict(self.lengths)
 
-    def reach(self, start: int, stop: int) -> list[int]:
+    def ensure_blocks(self, start: int, stop: int) -> list[int]:
         """The blocks of tokens start .. stop - 1 for writing: shared ones are copied, missing ones are taken."""
         size = self.pool.block_size
         while len(self.blocks) * size < stop:
-            self._near = {}
+            self._by_device = {}
             self.blocks.append(self.pool.take())
         for place in range(start // size, cdiv(stop, size)):
             block = self.blocks[place]
             if self.pool.shared(block):
-                own = self.pool.copied(block, min(size, max(0, self._tokens() - place * size)))
-                self._near = {}
+                copy = self.pool.copied(block, min(size, max(0, self._tokens() - place * size)))
+                self._by_device = {}
                 self.unchanged = {layer: min(count, place * size) for layer, count in self.unchanged.items()}
-                self.blocks[place] = own  # before the release, so that a table never names a released block
+                self.blocks[place] = copy  # before the release, so that a table never names a released block
                 self.pool.release([block])
         return self.blocks[start // size : cdiv(stop, size)]
 
-    def trim(self) -> None:
+    def release_unused(self) -> None:
         """Gives up the blocks in which no layer holds a token."""
-        held = self._held()
-        if held < len(self.blocks):
-            self._near = {}
-            gone = self.blocks[held:]
-            del self.blocks[held:]
+        used = self._held()
+        if used < len(self.blocks):
+            self._by_device = {}
+            gone = self.blocks[used:]
+            del self.blocks[used:]
             self.pool.release(gone)
 
     def fork(self) -> BlockTable:
         """A table for a copy of the sequence, which shares the blocks."""
         other = BlockTable(self.pool)
-        kept = self.blocks[: self._held()]
-        self.pool.share(kept)
-        other.blocks, other.lengths, other.unchanged = kept, dict(self.lengths), dict(self.unchanged)
+        blocks = self.blocks[: self._held()]
+        self.pool.share(blocks)
+        other.blocks, other.lengths, other.unchanged = blocks, dict(self.lengths), dict(self.unchanged)
         return other
 
     def on(self, device: torch.device) -> Tensor:
         """The table int32 `[blocks]` on a device, cached until it changes. Read-only."""
-        if device not in self._near:
-            self._near[device] = sent_integers(self.blocks, device)
-        return self._near[device]
+        if device not in self._by_device:
+            self._by_device[device] = sent_integers(self.blocks, device)
+        return self._by_device[device]
 
     def _held(self) -> int:
         return cdiv(self._tokens(), self.pool.block_size)
@@ -213,13 +206,8 @@ class BlockTable:
 
 def stacked(tables: list[BlockTable], device: torch.device) -> Tensor:
     """int32 `[B, W]` on a device, as `HostTable.blocks`."""
-    return stacked_blocks([table.on(device) for table in tables])
-
-
-def stacked_blocks(own: list[Tensor]) -> Tensor:
-    """Stacks the blocks int32 `[W_b]` of each sequence to `[B, W]`."""
     with lasting_tensors():
-        return torch.nn.utils.rnn.pad_sequence(own, batch_first=True)
+        return torch.nn.utils.rnn.pad_sequence([table.on(device) for table in tables], batch_first=True)
 
 
 def block_tables(sequences: int, device: torch.device) -> list[BlockTable]:

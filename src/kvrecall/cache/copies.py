@@ -1,7 +1,7 @@
 """Copies of rows between the host and a GPU, on streams of their own: the host does not wait.
 
-Rows to the host (`send`): readers wait for the copy's event first, a GPU's stream or the CPU. Rows and keys from the host come
-in pieces (`rotate`): while one is used, the next are copied.
+Rows to the host (`rows_to_host`): readers wait for the copy's event first, a GPU's stream or the CPU. Rows and keys from the
+host come in pieces (`rotate`): while one is used, the next are copied.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.core.cuda import copy_2d
-from kvrecall.core.fp8 import SmallRows, StoredRows, part_of, wide
+from kvrecall.core.fp8 import Fp8Rows, StoredRows, dequantised, part_of
 from kvrecall.core.launch import kernels_available
 from kvrecall.core.structs import HostTable
 
@@ -77,13 +77,13 @@ def read_keys(source: RowSource, start: int, keys: Tensor) -> None:
 
 def _fill(rows: StoredRows, keys: Tensor) -> None:
     """Copies the keys of rows `[H_kv, n, 2, D]`."""
-    if isinstance(rows, SmallRows):
-        keys.copy_(rows.to(keys.device).keys().wide())
+    if isinstance(rows, Fp8Rows):
+        keys.copy_(rows.to(keys.device).keys().dequantise())
     elif rows.device == keys.device:
         keys.copy_(rows[:, :, 0])
     else:  # a copy moves whole runs of bytes; the CPU would have to gather the keys first
-        for near, own in zip(keys, rows, strict=True):
-            near.copy_(own.to(keys.device, non_blocking=True)[:, 0])
+        for target, head in zip(keys, rows, strict=True):
+            target.copy_(head.to(keys.device, non_blocking=True)[:, 0])
 
 
 def copy_heads(rows: StoredRows, target: StoredRows) -> None:
@@ -97,8 +97,8 @@ def copy_heads(rows: StoredRows, target: StoredRows) -> None:
     if isinstance(rows, Tensor) or isinstance(target, Tensor):
         assert isinstance(rows, Tensor) and isinstance(target, Tensor), "rows in different forms"
         if not copy_2d(rows, target):
-            for near, own in zip(target, rows, strict=True):
-                near.copy_(own, non_blocking=True)
+            for head, source in zip(target, rows, strict=True):
+                head.copy_(source, non_blocking=True)
         return
     copy_heads(rows.numbers.view(torch.uint8), target.numbers.view(torch.uint8))
     copy_heads(rows.scales, target.scales)
@@ -139,19 +139,19 @@ def prefetch_pieces(
     kinds = (like,) if isinstance(like, Tensor) else like[:2]
     nbytes = sum(prod(x.shape) * x.dtype.itemsize for x in kinds) * whole
     places = min(max(2, _PLACES_BYTES // nbytes), len(bounds))
-    made = [torch.empty(places, x.shape[0], whole, *x.shape[2:], dtype=x.dtype, device=device) for x in kinds]
+    buffers = [torch.empty(places, x.shape[0], whole, *x.shape[2:], dtype=x.dtype, device=device) for x in kinds]
 
     def place(number: int) -> StoredRows:
         begin, end = bounds[number]
-        own = [x[number % places, :, : end - begin] for x in made]
-        return own[0] if isinstance(like, Tensor) else SmallRows(own[0], own[1], like.dtype)
+        views = [x[number % places, :, : end - begin] for x in buffers]
+        return views[0] if isinstance(like, Tensor) else Fp8Rows(views[0], views[1], like.dtype)
 
     def fill(number: int) -> None:
         begin, end = bounds[number]
         for rows, at, behind in _parts(source, begin, end - begin):
             copy_heads(rows, part_of(place(number), at, behind))
 
-    with rotate(device, len(bounds), places, fill, lambda number: take(wide(place(number)))) as pieces:
+    with rotate(device, len(bounds), places, fill, lambda number: take(dequantised(place(number)))) as pieces:
         yield pieces
 
 
@@ -167,7 +167,7 @@ def rotate(
     """
     stream, here, sent = _reading(device), torch.cuda.current_stream(device), list[torch.cuda.Event]()
 
-    def send(number: int) -> None:
+    def start(number: int) -> None:
         if number < pieces:
             stream.wait_stream(here)  # readers of the old content
             with torch.cuda.stream(stream):
@@ -179,39 +179,19 @@ def rotate(
         for number in range(pieces):
             here.wait_event(sent[number])
             yield take(number)
-            send(number + places)  # what it yields may be a view of the buffer, so the next piece comes behind its reader
+            start(number + places)  # what it yields may be a view of the buffer, so the next piece comes behind its reader
 
     try:
         for number in range(places):
-            send(number)
+            start(number)
         yield taken()
     finally:
         here.wait_stream(stream)
 
 
-class Pending:
-    """The last copy to one memory. Immutable, so forks may share it."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._device, self._done = stream.device, torch.cuda.Event()
-        self._done.record(stream)
-
-    def wait_on_device(self) -> None:
-        """Makes the GPU's current stream wait for the copy; the host goes on."""
-        torch.cuda.current_stream(self._device).wait_event(self._done)
-
-    def wait_on_host(self) -> None:
-        """Returns when the rows have arrived."""
-        self._done.synchronize()
-
-    def arrived(self) -> bool:
-        """Whether the copy is done."""
-        return self._done.query()
-
-
-def send(rows: StoredRows, target: StoredRows) -> Pending:
+def rows_to_host(rows: StoredRows, target: StoredRows) -> torch.cuda.Event:
     """Starts copying rows `[H_kv, n, 2, D]` of a GPU into host memory of the same shape and form, after the earlier work of its
-    current stream.
+    current stream. Returns the event of its end.
 
     The rows must not be written to afterwards; their memory is kept until the copy is done. The target's is not: see
     `copy_heads`.
@@ -223,23 +203,20 @@ def send(rows: StoredRows, target: StoredRows) -> Pending:
         copy_heads(rows, target)
     for part in (rows,) if isinstance(rows, Tensor) else (rows.numbers, rows.scales):
         part.record_stream(stream)
-    return Pending(stream)
+    done = torch.cuda.Event()
+    done.record(stream)
+    return done
 
 
-def bring(block: StoredRows, device: torch.device) -> Tensor:
+def rows_to_device(block: StoredRows, device: torch.device) -> Tensor:
     """Rows `[H_kv, n, 2, D]` in the model's dtype on the device; from the host by `copy_heads`, whose rule for the host's
-    memory holds. Rows in eight bits are widened on the device."""
-    if isinstance(block, SmallRows):
-        if block.device == device or device.type != "cuda":
-            return block.wide().to(device)
-        near = block.empty_on(device)
-        copy_heads(block, near)
-        return near.wide()
+    memory holds. Rows in eight bits are dequantised there."""
     if block.device == device or device.type != "cuda":
-        return block.to(device)
-    near = torch.empty(block.shape, dtype=block.dtype, device=device)
-    copy_heads(block, near)
-    return near
+        return dequantised(block).to(device)
+    is_fp8 = isinstance(block, Fp8Rows)
+    rows = block.empty_on(device) if is_fp8 else torch.empty(block.shape, dtype=block.dtype, device=device)
+    copy_heads(block, rows)
+    return dequantised(rows)
 
 
 @cache

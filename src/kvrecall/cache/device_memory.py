@@ -63,7 +63,7 @@ class DeviceRegion:
         has no virtual memory management, torch.OutOfMemoryError if there is no memory for the first bytes."""
         self._device, self._piece = device, prod(shape[1:]) * dtype.itemsize
         self._mapping = _Mapping(prod(shape) * dtype.itemsize, device)
-        self._mapping.give(1)  # torch asks the driver for the device of an address, which needs memory there
+        self._mapping.commit(1)  # torch asks the driver for the device of an address, which needs memory there
         with lasting_tensors():
             whole = torch.as_tensor(self._mapping, device=device)
             self.tensor = whole[: prod(shape) * dtype.itemsize].view(dtype).view(shape)
@@ -78,9 +78,9 @@ class DeviceRegion:
         """Bytes that the first `pieces` still need."""
         return self._mapping.missing(pieces * self._piece)
 
-    def give(self, pieces: int) -> None:
+    def commit(self, pieces: int) -> None:
         """Gives memory to the first `pieces`. Raises torch.OutOfMemoryError; earlier pieces stay usable."""
-        self._mapping.give(pieces * self._piece)
+        self._mapping.commit(pieces * self._piece)
 
 
 def region(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Region | DeviceRegion:
@@ -102,8 +102,8 @@ def free_device_bytes(device: torch.device) -> int:
     """Free memory of a device in bytes, including torch's unused reserve."""
     if device.type != "cuda":
         return available_host_bytes()
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + kept
+    reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + reserve
 
 
 def room_for_rows(device: torch.device) -> int:
@@ -118,9 +118,9 @@ class _Mapping:
         self._index = torch.cuda.current_device() if device.index is None else device.index
         torch.empty(1, device=device, dtype=torch.float32)  # the driver calls below need a context
         self._driver = driver = cuda_driver()
-        known = ctypes.c_int()
-        driver.cuDeviceGetAttribute(ctypes.byref(known), _SUPPORTED, self._index)
-        if not known.value:
+        supported = ctypes.c_int()
+        driver.cuDeviceGetAttribute(ctypes.byref(supported), _SUPPORTED, self._index)
+        if not supported.value:
             raise DeviceError("GPU", "one with virtual memory management", torch.cuda.get_device_name(self._index))
         location = _Location(_DEVICE, self._index)
         self._properties = _Properties(type=_PINNED, location=location)
@@ -143,7 +143,7 @@ class _Mapping:
     def missing(self, count: int) -> int:
         return max(0, -(-count // self._step) * self._step - self._given)
 
-    def give(self, count: int) -> None:
+    def commit(self, count: int) -> None:
         more = self.missing(count)
         if not more:
             return
@@ -167,8 +167,8 @@ class _Mapping:
 
     def _create(self, count: int) -> tuple[int, ctypes.c_uint64]:
         handle = ctypes.c_uint64()
-        made = ctypes.byref(handle), ctypes.c_size_t(count), ctypes.byref(self._properties), ctypes.c_uint64(0)
-        return int(self._driver.cuMemCreate(*made)), handle
+        arguments = ctypes.byref(handle), ctypes.c_size_t(count), ctypes.byref(self._properties), ctypes.c_uint64(0)
+        return int(self._driver.cuMemCreate(*arguments)), handle
 
 
 def _release(index: int, address: int, count: int, parts: list[tuple[int, int, int]]) -> None:

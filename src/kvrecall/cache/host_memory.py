@@ -72,7 +72,7 @@ class Region:
         """Bytes that the first `pieces` still need."""
         return max(0, -(-pieces // self._step) * self._step * self._piece - self._given)
 
-    def give(self, pieces: int, fill: Callable[[], None] | None = None) -> None:
+    def commit(self, pieces: int, fill: Callable[[], None] | None = None) -> None:
         """Gives memory to the first `pieces`. fill: writes all new pieces, so that they need not be touched before."""
         start, count = self._given, self.missing(pieces)
         if not count:
@@ -130,24 +130,21 @@ _TOUCHED_BYTES, _MOST_THREADS = 8 << 20, 16
 def _flags() -> dict[str, int]:
     if not hasattr(mmap, "MAP_PRIVATE"):
         return {}
-    known = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    return {"flags": known | getattr(mmap, "MAP_NORESERVE", _NORESERVE if sys.platform.startswith("linux") else 0)}
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return {"flags": flags | getattr(mmap, "MAP_NORESERVE", _NORESERVE if sys.platform.startswith("linux") else 0)}
 
 
 def _fault_in(slab: Tensor) -> None:
     """Touches all pages by several threads, because registering them would allocate them one after another. Own threads,
     because some servers leave torch only one."""
     parts = slab.split(_TOUCHED_BYTES)
-    if len(parts) == 1:
-        _touch(slab)
-        return
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with ThreadPoolExecutor(min(_MOST_THREADS, cores, len(parts))) as threads:
-        list(threads.map(_touch, parts))
+    with ThreadPoolExecutor(min(_MOST_THREADS, cpu_cores(), len(parts))) as threads:
+        list(threads.map(lambda part: part[:: mmap.PAGESIZE].zero_(), parts))
 
 
-def _touch(part: Tensor) -> None:
-    part[:: mmap.PAGESIZE].zero_()
+def cpu_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _register(slab: Tensor, registered: list[int]) -> bool:

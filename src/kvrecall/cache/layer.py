@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from kvrecall.cache.block_rows import BlockRows
-from kvrecall.cache.blocks import BlockPool, BlockTable, block_tables, stacked, stacked_blocks
-from kvrecall.cache.copies import Taken, bring, prefetch_pieces
+from kvrecall.cache.blocks import BlockPool, BlockTable, block_tables, stacked
+from kvrecall.cache.copies import Taken, prefetch_pieces, rows_to_device
 from kvrecall.cache.zone_rows import ZoneRows
 from kvrecall.cache.zones import ZoneLengths, ZoneSizes
-from kvrecall.core.fp8 import StoredRows, as_stored, wide
+from kvrecall.core.fp8 import StoredRows, as_stored, dequantised
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import HostTable, Rows, lasting_tensors, sent_integers
 
@@ -62,12 +62,12 @@ class DevicePool:
         """Adds one token to every sequence (those marked valid): keys, values `[B, H_kv, 1, D]`."""
         if valid is None and len(set(self.lengths)) == 1:
             at = self.lengths[0]
-            self._ensure(at + 1)
+            self.make_room(at + 1)
             self._kv[:, :, at, 0] = keys[:, :, 0]
             self._kv[:, :, at, 1] = values[:, :, 0]
             self.lengths = [at + 1] * len(self.lengths)
             return
-        self._ensure(max(self.lengths) + 1)
+        self.make_room(max(self.lengths) + 1)
         for b, at in enumerate(self.lengths):
             if valid is None or valid[b]:
                 self._kv[b, :, at, 0] = keys[b, :, 0]
@@ -77,13 +77,9 @@ class DevicePool:
     def replace(self, sequence: int, start: int, rows: Tensor) -> None:
         """Replaces everything after the first `start` rows by `rows` `[H_kv, n, 2, D]`, which must not alias the pool."""
         end = start + rows.shape[1]
-        self._ensure(end)
+        self.make_room(end)
         self._kv[sequence, :, start:end] = rows
         self.lengths[sequence] = end
-
-    def make_room(self, tokens: int) -> None:
-        """Allocates room for `tokens` more rows per sequence, so that storing them cannot run out of memory."""
-        self._ensure(tokens)
 
     def select(self, sequences: list[int]) -> DevicePool:
         """A new pool whose sequence i is this one's `sequences[i]`. Pools of the same sequences share rows until one of them
@@ -104,8 +100,8 @@ class DevicePool:
             return torch.full((len(self.lengths),), first, dtype=torch.int32, device=device)
         return sent_integers(self.lengths, device)
 
-    def _ensure(self, tokens: int) -> None:
-        """Ensures unshared rows with room for `tokens` tokens."""
+    def make_room(self, tokens: int) -> None:
+        """Ensures unshared rows with room for `tokens` tokens, so that storing them cannot run out of memory."""
         room = self._kv.shape[2]
         if tokens > room:
             with lasting_tensors():
@@ -137,44 +133,35 @@ class LayerStore:
 
     def __init__(
         self, sequences: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device, sizes: ZoneSizes,
-        layer: int = 0, tables: list[BlockTable] | None = None, on_device: bool = False, small: bool = False,
+        layer: int = 0, tables: list[BlockTable] | None = None, on_device: bool = False, fp8: bool = False,
     ) -> None:  # fmt: skip
         """layer: its number. tables: block tables of the sequences, shared by the layers of a cache; this layer must be new to
-        them. None: own tables. on_device: rows of the retrieval zone lie on the device while it has room. small: rows in host
+        them. None: own tables. on_device: rows of the retrieval zone lie on the device while it has room. fp8: rows in host
         memory are in eight bits."""
         self.sizes = sizes
         self.resident = DevicePool(sequences, heads, sizes.resident_capacity, dim, dtype, device)
         tables = block_tables(sequences, device) if tables is None else tables
-        self._layer, self._row, self._small = layer, (heads, dim, dtype, device), small
-        self._rows = self._memory(tables[0].pool, on_device)
-        self.host = [ZoneRows(layer, self._rows, table) for table in tables]
+        self._layer, self._row, self._fp8 = layer, (heads, dim, dtype, device), fp8
+        self.memory = self._memory(tables[0].pool, on_device)
+        """The memory of the layer's rows; holding it keeps the address valid."""
+        self.host = [ZoneRows(layer, self.memory, table) for table in tables]
         self._mark: StoreMark | None = None
         self._step: StoreMark | None = None  # of the current decode step
         self._whole: tuple[list[Tensor], list[int], Tensor, Tensor] | None = None  # see `whole_zones`
 
     def _memory(self, pool: BlockPool, on_device: bool) -> BlockRows:
         heads, dim, dtype, device = self._row
-        name, small = ("rows", self._layer, *self._row, on_device, self._small), self._small
-        return pool.memory(name, lambda: BlockRows(heads, pool.block_size, dim, dtype, device, on_device, pool.named, small))
+        name, fp8 = ("rows", self._layer, *self._row, on_device, self._fp8), self._fp8
+        return pool.memory(name, lambda: BlockRows(heads, pool.block_size, dim, dtype, device, on_device, pool.named, fp8))
 
     @property
     def on_device(self) -> bool:
         """Whether the rows of the retrieval zone lie on the device."""
-        return self._rows.on_device
-
-    @property
-    def rows(self) -> Tensor:
-        """All blocks of the layer in place, `[blocks, H_kv, block_size, 2, D]`; see `BlockRows.rows`."""
-        return self._rows.rows
-
-    @property
-    def small(self) -> bool:
-        """Whether the rows of the retrieval zone are in eight bits."""
-        return self._rows.small
+        return self.memory.on_device
 
     def as_stored(self, rows: Tensor) -> Tensor:
         """Rows or keys `[…, D]` as they are read back from the retrieval zone."""
-        return as_stored(rows) if self.small else rows
+        return as_stored(rows) if self.memory.fp8 else rows
 
     def place(self, on_device: bool) -> None:
         """Moves rows of the retrieval zone to the device, or to the host. Other copies of the sequences keep their place. If
@@ -184,55 +171,45 @@ class LayerStore:
         """
         if on_device == self.on_device:
             return
-        before, blocks = self._rows, sorted({block for zone in self.host for block in zone.held_blocks})
-        rows = self._memory(self.host[0].blocks_of_all_layers.pool, on_device)
-        if rows.on_device != on_device or not rows.offer(max(blocks, default=-1) + 1):
+        before, blocks = self.memory, sorted({block for zone in self.host for block in zone.held_blocks})
+        rows = self._memory(self.host[0].block_table.pool, on_device)
+        if rows.on_device != on_device or not rows.try_commit(max(blocks, default=-1) + 1):
             return
-        before.arrive()
+        before.wait()
         for block in blocks:
-            rows.store(rows.stored(wide(before.block(block, 0, before.block_size))), block, 0)
-        rows.arrive()
-        self._rows, self.host = rows, [zone.placed(rows) for zone in self.host]
+            rows.store(rows.stored(dequantised(before.block(block, 0, before.block_size))), block, 0)
+        rows.wait()
+        self.memory, self.host = rows, [zone.placed(rows) for zone in self.host]
 
     def whole_zones(self, sequences: list[int]) -> tuple[HostTable, Tensor]:
         """(addresses of the retrieval zones' rows for the layer's device, their numbers int32 `[B]`), for one attention to all.
         The number is 0 for sequences that are not named. Cached until something changes."""
-        device = self._rows.device
-        own = [zone.blocks_of_all_layers.on(device) for zone in self.host]
+        device = self.memory.device
+        tables = [zone.block_table.on(device) for zone in self.host]
         lengths = [zone.length if b in sequences else 0 for b, zone in enumerate(self.host)]
-        known = self._whole
-        same = known is not None and len(own) == len(known[0]) and all(map(is_, own, known[0]))
-        if known is None or not same or known[1] != lengths:
-            blocks = known[2] if known is not None and same else stacked_blocks(own)
-            known = self._whole = own, lengths, blocks, sent_integers(lengths, device)
-        return HostTable(self._rows.rows, known[2], self._rows.dtype), known[3]
+        cached = self._whole
+        same = cached is not None and len(tables) == len(cached[0]) and all(map(is_, tables, cached[0]))
+        if cached is None or not same or cached[1] != lengths:
+            blocks = cached[2] if cached is not None and same else stacked([zone.block_table for zone in self.host], device)
+            cached = self._whole = tables, lengths, blocks, sent_integers(lengths, device)
+        return HostTable(self.memory.rows, cached[2], self.memory.dtype), cached[3]
 
-    @property
-    def pinned(self) -> bool:
-        """Whether a GPU can read the host's rows in place."""
-        return self._rows.pinned
-
-    def reach(self, tokens: int) -> HostTable:
+    def ensure_blocks(self, tokens: int) -> HostTable:
         """Makes room for `tokens` tokens in every retrieval zone, with unshared blocks from the next token of any layer on.
         Returns the addresses for the device. Blocks do not change unless something is cropped. Waits for copies in flight."""
         for rows in self.host:
-            rows.reach(tokens, every_layer=True)
-        self._rows.arrive()
-        return self.on_host(stacked([rows.blocks_of_all_layers for rows in self.host], self._rows.device))
+            rows.ensure_blocks(tokens, every_layer=True)
+        self.memory.wait()
+        return self.on_host(stacked([rows.block_table for rows in self.host], self.memory.device))
 
     def on_host(self, blocks: Tensor) -> HostTable:
         """Addresses of the layer's rows for the device. blocks: int32 `[B, W]`, the sequences' blocks."""
-        return HostTable(self._rows.rows, blocks, self._rows.dtype)
-
-    @property
-    def memory(self) -> BlockRows:
-        """The memory of the layer's rows; holding it keeps the address valid."""
-        return self._rows
+        return HostTable(self.memory.rows, blocks, self.memory.dtype)
 
     @property
     def pool(self) -> BlockPool:
         """The pool of the sequences' blocks."""
-        return self.host[0].blocks_of_all_layers.pool
+        return self.host[0].block_table.pool
 
     def mark(self) -> None:
         """Remembers the current content, for `restore`."""
@@ -256,13 +233,13 @@ class LayerStore:
         self.resident.lengths[sequence] = mark.lengths[sequence]
         self.host[sequence].truncate(mark.retrieval[sequence])
         if self._mark is None:
-            self.host[sequence].trim()
+            self.host[sequence].release_unused()
 
     def keep(self) -> None:
         """The work since `mark` is complete; it can no longer be undone."""
         self._mark = None
         for rows in self.host:
-            rows.trim()
+            rows.release_unused()
 
     def restore(self) -> None:
         """Restores the content at `mark`. The mark stays valid, so an interrupted call may be repeated."""
@@ -302,13 +279,13 @@ class LayerStore:
         self._remember(sequence, before.sink, window[:, : before.local + before.buffer])
         to_sink = after.sink - before.sink
         self.resident.make_room(after.sink + window.shape[1] - to_sink - moved)
-        own = None
+        stored = None
         if moved:
-            own = self.host[sequence].append(window[:, to_sink : to_sink + moved], of_prompt=True)
+            stored = self.host[sequence].append(window[:, to_sink : to_sink + moved], of_prompt=True)
         if to_sink:
             self.resident.replace(sequence, before.sink, window[:, :to_sink])
         self.resident.replace(sequence, after.sink, window[:, to_sink + moved :])
-        return own
+        return stored
 
     def evict(self, sequence: int, at_most: int | None = None) -> Tensor | None:
         """Moves the oldest window tokens to the host if the buffer is full; returns them like `append_chunk`.
@@ -323,9 +300,9 @@ class LayerStore:
             return None
         window = self.resident.view(sequence, zones.sink).clone()
         self._remember(sequence, zones.sink, window)
-        own = self.host[sequence].append(window[:, :moved])
+        stored = self.host[sequence].append(window[:, :moved])
         self.resident.replace(sequence, zones.sink, window[:, moved:])
-        return own
+        return stored
 
     def crop(self, sequence: int, tokens: int) -> None:
         """Forgets all but the first `tokens` tokens. Local is refilled from the host as far as possible."""
@@ -333,13 +310,13 @@ class LayerStore:
         sink = min(tokens, zones.sink)
         keep_host = max(0, min(zones.retrieval, tokens - sink - self.sizes.local_tokens))
         device = self.resident.view(sequence).device
-        back = [bring(block, device) for block in self.host[sequence].stored(keep_host)]
+        back = [rows_to_device(block, device) for block in self.host[sequence].stored(keep_host)]
         window = torch.cat([*back, self.resident.view(sequence, zones.sink)], dim=1)
         self._remember(sequence, zones.sink, window[:, window.shape[1] - zones.local - zones.buffer :])
         self.resident.replace(sequence, sink, window[:, : tokens - sink - keep_host])
         self.host[sequence].truncate(keep_host)
         if self._mark is None:
-            self.host[sequence].trim()
+            self.host[sequence].release_unused()
 
     def select(self, sequences: list[int], tables: list[BlockTable] | None = None) -> LayerStore:
         """A new store whose sequence i is this one's `sequences[i]`; blocks of the host are shared, resident rows copied.
@@ -348,7 +325,7 @@ class LayerStore:
         chosen = copy(self)
         chosen._mark = chosen._step = None
         chosen.resident = self.resident.select(sequences)
-        tables = [self.host[b].blocks_of_all_layers.fork() for b in sequences] if tables is None else tables
+        tables = [self.host[b].block_table.fork() for b in sequences] if tables is None else tables
         chosen.host = [self.host[b].view(table) for b, table in zip(sequences, tables, strict=True)]
         return chosen
 
@@ -370,7 +347,7 @@ class LayerStore:
         yield self.resident.view(sequence, sink)
 
     @contextmanager
-    def passing(self, sequence: int, take: Callable[[Tensor], Taken]) -> Iterator[Iterator[Taken]]:
+    def stream_rows(self, sequence: int, take: Callable[[Tensor], Taken]) -> Iterator[Iterator[Taken]]:
         """Calls `take` for all stored rows of one sequence, in pieces `[H_kv, n, 2, D]` on the device in any order, and yields
         its results.
 
@@ -378,23 +355,23 @@ class LayerStore:
         entered. `take` must read them on the current stream only. Blocks on the device are joined to pieces of the same size,
         and resident rows to the first piece.
         """
-        near, host = self.resident.view(sequence), self.host[sequence]
-        first = (take(rows) for rows in (near,) if rows.shape[1])
-        heads, _, _, dim = near.shape
-        tokens = max(1, _PIECE_BYTES // (heads * 2 * dim * near.element_size()))
+        resident, host = self.resident.view(sequence), self.host[sequence]
+        first = (take(rows) for rows in (resident,) if rows.shape[1])
+        heads, _, _, dim = resident.shape
+        tokens = max(1, _PIECE_BYTES // (heads * 2 * dim * resident.element_size()))
         if host.on_device and host.length:
             yield chain(first, (take(rows) for rows in _joined(host, tokens)))
             return
-        if near.device.type != "cuda" or not host.length:
-            yield chain(first, (take(bring(rows, near.device)) for rows in host.blocks()))
+        if resident.device.type != "cuda" or not host.length:
+            yield chain(first, (take(rows_to_device(rows, resident.device)) for rows in host.blocks()))
             return
-        others = [near] if near.shape[1] else []
+        others = [resident] if resident.shape[1] else []
 
         def with_others(rows: Tensor) -> Taken:
             return take(torch.cat([others.pop(), rows], 1) if others else rows)
 
         # The first piece is small, because `take` waits for it. Resident rows are few: alone they would take as long as many.
-        with prefetch_pieces(host, 0, host.length, tokens, near.device, with_others, cdiv(tokens, 4)) as pieces:
+        with prefetch_pieces(host, 0, host.length, tokens, resident.device, with_others, cdiv(tokens, 4)) as pieces:
             yield pieces
 
     def _remember(self, sequence: int, start: int, window: Tensor) -> None:
@@ -408,10 +385,6 @@ class LayerStore:
         zones, keys = self.zones(sequence), self.resident.view(sequence)[:, :, 0]
         return [(keys[:, : zones.sink], 0), (keys[:, zones.sink :], zones.sink + zones.retrieval)]
 
-    def resident_rows(self) -> Rows:
-        """Sink + local + buffer of all sequences, for attention."""
-        return self.resident.rows()
-
 
 def _joined(zone: ZoneRows, tokens: int) -> Iterator[Tensor]:
     """The rows of a zone in pieces `[H_kv, n, 2, D]` of `tokens` tokens, or of one block.
@@ -419,12 +392,12 @@ def _joined(zone: ZoneRows, tokens: int) -> Iterator[Tensor]:
     A head's rows in two blocks are not contiguous, and for one block of 1,024 rows the merge takes a good part of the
     attention's time. So one launch copies the blocks of a piece into contiguous memory. This takes little time beside the
     attention of a chunk of a prompt."""
-    parts, held = list[Tensor](), 0
+    parts, count = list[Tensor](), 0
     for rows in zone.blocks(on_device=True):
-        if parts and held + rows.shape[1] > tokens:
+        if parts and count + rows.shape[1] > tokens:
             yield torch.cat(parts, 1) if len(parts) > 1 else parts[0]
-            parts, held = [], 0
+            parts, count = [], 0
         parts.append(rows)
-        held += rows.shape[1]
+        count += rows.shape[1]
     if parts:
         yield torch.cat(parts, 1) if len(parts) > 1 else parts[0]

@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvrecall.cache.block_rows import BlockMemory, BlockRows
-from kvrecall.cache.host_memory import available_host_bytes
+from kvrecall.cache.host_memory import available_host_bytes, cpu_cores
 from kvrecall.core import fp8
 from kvrecall.core.errors import HostMemoryError, SessionError
 from kvrecall.core.private_folder import PrivateFolder
@@ -99,12 +98,12 @@ def write(folder: PrivateFolder, files: list[NewFile]) -> None:
 
 def _write_part(descriptor: int, file: NewFile, number: int) -> None:
     offset, nbytes, get = file.parts[number]
-    held = as_bytes(get())
-    assert len(held) == nbytes
-    file.crcs[number] = zlib.crc32(held)
+    content = as_bytes(get())
+    assert len(content) == nbytes
+    file.crcs[number] = zlib.crc32(content)
     at = 0
     while at < nbytes:
-        piece = held[at : at + _WRITTEN]
+        piece = content[at : at + _WRITTEN]
         empty = not piece[0] and not piece[-1] and not piece.tobytes().strip(b"\0")  # a hole of the file reads as zeros
         at += len(piece) if empty else os.pwrite(descriptor, piece, offset + at)
 
@@ -144,16 +143,16 @@ class OpenFiles:
         except OSError as error:
             raise SessionError(name, "a file that can be read", error.strerror) from None
         self.descriptors[name] = descriptor
-        if (held := os.fstat(descriptor).st_size) != size:
-            raise SessionError(name, f"a file of {size:,} bytes", f"{held:,} bytes")
+        if (length := os.fstat(descriptor).st_size) != size:
+            raise SessionError(name, f"a file of {size:,} bytes", f"{length:,} bytes")
 
     def tensor(self, place: Place, dtype: torch.dtype, shape: list[int], verify: bool) -> Tensor:
         """A tensor on the CPU. Raises HostMemoryError for one that memory cannot hold, before it is read."""
         if place.nbytes > _CHECKED and place.nbytes > (available := available_host_bytes()):
             raise HostMemoryError(place.nbytes, available, place.nbytes // dtype.itemsize)
-        held = torch.empty(shape, dtype=dtype, device="cpu")
-        self.read(place, held, verify)
-        return held
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")
+        self.read(place, tensor, verify)
+        return tensor
 
     def read(self, place: Place, into: Tensor, verify: bool) -> None:
         """Fills a contiguous CPU tensor of `place.nbytes` bytes."""
@@ -165,12 +164,12 @@ class OpenFiles:
 
     def verify(self, place: Place) -> None:
         """Reads bytes piece by piece and keeps none of them. Raises SessionError for other ones than were written."""
-        piece, at, found = memoryview(bytearray(min(place.nbytes, _VERIFIED))), 0, 0
+        piece, at, crc = memoryview(bytearray(min(place.nbytes, _VERIFIED))), 0, 0
         while at < place.nbytes:
             count = self._read(place, piece[: place.nbytes - at], at)
-            found = zlib.crc32(piece[:count], found)
+            crc = zlib.crc32(piece[:count], crc)
             at += count
-        _check(place, found)
+        _check(place, crc)
 
     def _read(self, place: Place, into: memoryview, at: int) -> int:
         """Reads some of a place's bytes from number `at` on; returns how many. Raises SessionError where the file ends."""
@@ -189,8 +188,7 @@ def _check(place: Place, crc: int) -> None:
 @contextmanager
 def threads() -> Iterator[ThreadPoolExecutor]:
     """Threads for reading and writing. After an error, jobs that have not begun are dropped."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    pool = ThreadPoolExecutor(max(2, min(_MOST_THREADS, 2 * cores)))
+    pool = ThreadPoolExecutor(max(2, min(_MOST_THREADS, 2 * cpu_cores())))
     try:
         yield pool
     finally:
@@ -214,20 +212,28 @@ def fill_blocks(
     """
     region = memory.region
     mapped = region is not None and restored is None and all(region.mappable(place.offset) for place in places.values())
-    read = _map if mapped else _read
-    memory.admit(blocks, lambda: read(memory, places, files, pool, verify, restored), mapped)
 
+    def map_runs() -> None:
+        assert region is not None
+        for first, count in _runs(places):
+            place = places[first]
+            region.map(files.descriptors[place.file], place.offset, first, count)
+        if verify:  # in the file: pages of the mapping would stay in the process's memory
+            finish([pool.submit(files.verify, place) for place in places.values()])
 
-def _map(
-    memory: BlockMemory, places: dict[int, Place], files: OpenFiles, pool: ThreadPoolExecutor, verify: bool, _: object
-) -> None:
-    region = memory.region
-    assert region is not None
-    for first, count in _runs(places):
-        place = places[first]
-        region.map(files.descriptors[place.file], place.offset, first, count)
-    if verify:  # in the file: pages of the mapping would stay in the process's memory
-        finish([pool.submit(files.verify, place) for place in places.values()])
+    def read(block: int, place: Place) -> None:
+        target = memory.tensor[block]
+        if restored is None and target.device.type == "cpu":
+            files.read(place, target, verify)
+            return
+        content = torch.empty(place.nbytes, dtype=torch.uint8, pin_memory=target.is_cuda, device="cpu")
+        files.read(place, content, verify)
+        target.copy_(content.view(target.dtype).view(target.shape) if restored is None else restored(content))
+
+    def read_all() -> None:
+        finish([pool.submit(read, block, place) for block, place in places.items()])
+
+    memory.load(blocks, map_runs if mapped else read_all, mapped)
 
 
 def _runs(places: dict[int, Place]) -> Iterator[tuple[int, int]]:
@@ -245,30 +251,11 @@ def _runs(places: dict[int, Place]) -> Iterator[tuple[int, int]]:
         yield first, count
 
 
-def _read(
-    memory: BlockMemory, places: dict[int, Place], files: OpenFiles, pool: ThreadPoolExecutor, verify: bool,
-    restored: Callable[[Tensor], Tensor] | None,
-) -> None:  # fmt: skip
-    blocks = memory.tensor
-
-    def one(block: int, place: Place) -> None:
-        target = blocks[block]
-        if restored is None and target.device.type == "cpu":
-            files.read(place, target, verify)
-            return
-        near = torch.empty(place.nbytes, dtype=torch.uint8, pin_memory=target.is_cuda, device="cpu")
-        files.read(place, near, verify)
-        made = near.view(target.dtype).view(target.shape) if restored is None else restored(near)
-        target.copy_(made)
-
-    finish([pool.submit(one, block, place) for block, place in places.items()])
-
-
 def form_of(memory: BlockMemory, wanted: str) -> str:
     """The form in which a memory is saved. wanted: for rows that lie in the dtype of the model, "plain" or "fp8"."""
     if not isinstance(memory, BlockRows):
         return "plain"
-    return "fp8" if memory.small else wanted
+    return "fp8" if memory.fp8 else wanted
 
 
 def block_nbytes(memory: BlockMemory, form: str) -> int:
@@ -281,22 +268,16 @@ def block_nbytes(memory: BlockMemory, form: str) -> int:
 
 def block_bytes(memory: BlockMemory, block: int, place: int, tokens: int, form: str) -> Tensor:
     """A block as it is written, a tensor of `block_nbytes` on the CPU. place, tokens: as `BlockMemory.cleared`."""
-    held = memory.cleared(block, place, tokens)
-    already = isinstance(memory, BlockRows) and memory.small
-    return fp8.block_of(fp8.quantised(held)) if form == "fp8" and not already else held
+    content = memory.cleared(block, place, tokens)
+    already = isinstance(memory, BlockRows) and memory.fp8
+    return fp8.block_of(fp8.quantised(content)) if form == "fp8" and not already else content
 
 
 def reader_of(memory: BlockMemory, form: str) -> Callable[[Tensor], Tensor] | None:
     """Makes a block of the memory of bytes that were written in a form; None if the bytes are the block."""
-    if not isinstance(memory, BlockRows) or memory.small == (form == "fp8"):
+    if not isinstance(memory, BlockRows) or memory.fp8 == (form == "fp8"):
         return None
-    read = _widened if form == "fp8" else _narrowed
-    return partial(read, shape=memory.shape, dtype=memory.dtype)
-
-
-def _widened(held: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return fp8.rows_of(held, shape, dtype).wide()
-
-
-def _narrowed(held: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return fp8.block_of(fp8.quantised(held.view(dtype).view(shape)))
+    shape, dtype = memory.shape, memory.dtype
+    if form == "fp8":
+        return lambda content: fp8.rows_of(content, shape, dtype).dequantise()
+    return lambda content: fp8.block_of(fp8.quantised(content.view(dtype).view(shape)))

@@ -171,10 +171,10 @@ class SavedSession(_Strict):
 
     def places(self, memory: SavedBlocks) -> dict[int, Place]:
         """The places of a memory's blocks that have content."""
-        found = zip(memory.files, memory.offsets, memory.crcs, strict=True)
+        entries = zip(memory.files, memory.offsets, memory.crcs, strict=True)
         return {
             block: Place(self.files[file].name, offset, memory.nbytes, crc)
-            for block, (file, offset, crc) in enumerate(found)
+            for block, (file, offset, crc) in enumerate(entries)
             if file >= 0
         }
 
@@ -211,8 +211,8 @@ def checksum_of(folder: PrivateFolder) -> str | None:
 
 def read_index(folder: str | Path) -> tuple[SavedSession, str]:
     """As `index_of`, of the folder at a path."""
-    with opened(folder) as found:
-        return index_of(found)
+    with opened(folder) as session:
+        return index_of(session)
 
 
 def opened(folder: str | Path) -> PrivateFolder:

@@ -133,7 +133,7 @@ class DeviceZones(SlotZones):
             self.leave(slot)
 
     @property
-    def coming(self) -> Tensor:
+    def token_numbers(self) -> Tensor:
         """int32 `[slots]`, strided: the numbers of the tokens of the next step."""
         return self.rows.view(self._by_slot)[:, 0, 5]
 
@@ -144,9 +144,9 @@ class DeviceZones(SlotZones):
 
     def join(self, slot: int, zones: ZoneLengths, front: int) -> None:
         window = zones.local + zones.buffer
-        coming = zones.retrieval + window
-        oldest, newest = (number % self._ring for number in (zones.retrieval, coming))
-        self._set(slot, [front, window + 1, oldest, self._front + newest, zones.retrieval, coming, STEP])
+        token = zones.retrieval + window
+        oldest, newest = (number % self._ring for number in (zones.retrieval, token))
+        self._set(slot, [front, window + 1, oldest, self._front + newest, zones.retrieval, token, STEP])
         self.resident[slot].zero_()  # to assign a number is a copy that waits
         self.marks[slot] = 0
         if self._counts:
@@ -161,7 +161,7 @@ class DeviceZones(SlotZones):
             return [self._counted[slot][0] for slot in slots]
         rows = self.rows.view(self._by_slot)[slots][:, 0].tolist()
         sink = self._sizes.sink_tokens
-        return [self._sizes.lengths(sink + coming, first) for _, _, _, _, first, coming, _ in rows]
+        return [self._sizes.lengths(sink + token, first) for _, _, _, _, first, token, _ in rows]
 
     def attended(self, slots: list[int], steps: int) -> int:
         window = sum(self._counted[slot][1] for slot in slots) if self._counts else int(self.resident[slots].sum())

@@ -11,7 +11,7 @@ from kvrecall.cache.block_rows import BlockRows
 from kvrecall.cache.blocks import BlockTable
 from kvrecall.cache.copies import read_keys
 from kvrecall.core.cuda import staging
-from kvrecall.core.fp8 import SmallRows, StoredRows, host_row_bytes, part_of, scales_of, wide
+from kvrecall.core.fp8 import Fp8Rows, StoredRows, dequantised, host_row_bytes, part_of, scales_of
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import HostTable
 
@@ -24,21 +24,21 @@ class ZoneRows:
     """
 
     def __init__(self, layer: int, rows: BlockRows, table: BlockTable) -> None:
-        """layer: its number."""
-        self._layer, self._rows, self._table = layer, rows, table
+        """layer: its number. table: the block table of the sequence, for all layers."""
+        self.layer, self._rows, self.block_table = layer, rows, table
         self._reserved, self._cut = 0, False
-        self._table.lengths.setdefault(layer, 0)
+        self.block_table.lengths.setdefault(layer, 0)
 
     @property
     def length(self) -> int:
         """Stored tokens."""
-        return self._table.lengths[self._layer]
+        return self.block_table.lengths[self.layer]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the stored rows; a shared block counts for every sequence that uses it."""
         heads, _, _, dim = self._rows.shape
-        return self.length * heads * host_row_bytes(dim, self._rows.dtype, self._rows.small)
+        return self.length * heads * host_row_bytes(dim, self._rows.dtype, self._rows.fp8)
 
     @property
     def on_device(self) -> bool:
@@ -68,7 +68,7 @@ class ZoneRows:
         self.make_room(rows.shape[1], of_prompt)
         stored = self.write(self.length, rows)
         self.extend(self.length + rows.shape[1])  # counted last, so that an error stores nothing
-        return wide(stored)
+        return dequantised(stored)
 
     def make_room(self, tokens: int, of_prompt: bool = False) -> None:
         """Allocates room for the next `tokens` rows, so that storing them cannot run out of memory; for all of an announced
@@ -80,14 +80,14 @@ class ZoneRows:
             needed, announced = self.length + tokens, self._reserved
             if of_prompt and not self.on_device:
                 announced = min(announced, needed * 9 // 8)
-            self.reach(max(needed, announced))
+            self.ensure_blocks(max(needed, announced))
 
-    def reach(self, tokens: int, every_layer: bool = False) -> None:
+    def ensure_blocks(self, tokens: int, every_layer: bool = False) -> None:
         """Makes room for `tokens` rows in all, with unshared blocks from the next row on. every_layer: from the next row of the
         layer with the fewest rows."""
-        start = min(self._table.lengths.values()) if every_layer else self.length
+        start = min(self.block_table.lengths.values()) if every_layer else self.length
         if tokens > start:
-            self._rows.give(max(self._table.reach(start, tokens)) + 1)
+            self._rows.commit(max(self.block_table.ensure_blocks(start, tokens)) + 1)
 
     def write(self, start: int, rows: Tensor) -> StoredRows:
         """Stores rows `[H_kv, n, 2, D]` of any device from token `start` on, in existing blocks, without counting them. Returns
@@ -96,49 +96,39 @@ class ZoneRows:
         while at < rows.shape[1]:
             place, offset = divmod(start + at, size)
             end = min(at + size - offset, rows.shape[1])
-            self._rows.store(part_of(stored, at, end), self._table.blocks[place], offset)
+            self._rows.store(part_of(stored, at, end), self.block_table.blocks[place], offset)
             at = end
         return stored
 
     def extend(self, tokens: int) -> None:
         """Counts rows that are already written, up to `tokens` in all."""
-        self._table.hold(self._layer, tokens)
+        self.block_table.set_length(self.layer, tokens)
 
     def truncate(self, tokens: int) -> None:
-        """Forgets everything after the first `tokens` rows. Until `trim`, `extend` can bring them back."""
+        """Forgets everything after the first `tokens` rows. Until `release_unused`, `extend` can bring them back."""
         self.extend(min(tokens, self.length))
         self._cut = True
 
-    def trim(self) -> None:
+    def release_unused(self) -> None:
         """Gives up blocks that no layer needs."""
         if self._cut:
-            self._table.trim()
+            self.block_table.release_unused()
         self._cut = False
 
     def view(self, table: BlockTable) -> ZoneRows:
         """The rows for a copy of the sequence with its own table."""
-        return ZoneRows(self._layer, self._rows, table)
+        return ZoneRows(self.layer, self._rows, table)
 
     def placed(self, rows: BlockRows) -> ZoneRows:
         """The same sequence with its blocks in other memory."""
-        other = ZoneRows(self._layer, rows, self._table)
+        other = ZoneRows(self.layer, rows, self.block_table)
         other._reserved, other._cut = self._reserved, self._cut
         return other
 
     @property
     def held_blocks(self) -> list[int]:
         """The blocks that hold rows of this layer."""
-        return self._table.blocks[: cdiv(self.length, self._rows.block_size)]
-
-    @property
-    def layer(self) -> int:
-        """The layer's number."""
-        return self._layer
-
-    @property
-    def blocks_of_all_layers(self) -> BlockTable:
-        """The block table of the sequence."""
-        return self._table
+        return self.block_table.blocks[: cdiv(self.length, self._rows.block_size)]
 
     def table(self, device: torch.device) -> HostTable | None:
         """Addresses of the rows for reads by `device`. None without rows, for a GPU if rows are not page-locked, and for the
@@ -149,23 +139,23 @@ class ZoneRows:
         rows, on_gpu = self._rows.rows, device.type == "cuda"
         if not self.length or (not self.pinned if on_gpu else rows.device.type == "cuda"):
             return None
-        self._rows.arrive(on_device=on_gpu)
-        return HostTable(rows, self._table.on(device).unsqueeze(0), self._rows.dtype)
+        self._rows.wait(on_device=on_gpu)
+        return HostTable(rows, self.block_table.on(device).unsqueeze(0), self._rows.dtype)
 
     def take(self, heads: Tensor, ids: Tensor, pin: bool = False) -> Tensor:
         """Copies rows `[n, 2, D]` of (head, id) pairs, int64 `[n]` each on the CPU, every id in [0, length).
 
         pin: into page-locked memory, for an asynchronous copy to a GPU.
         """
-        self._rows.arrive()
+        self._rows.wait()
         (kv_heads, size, _, dim), dtype = self._rows.shape, self._rows.dtype
         out = staging((len(ids), 2, dim), dtype) if pin else torch.empty(len(ids), 2, dim, dtype=dtype, device="cpu")
         if len(ids):
-            rows, block = self._rows.rows, self._table.on(ids.device)[ids // size].long()
-            if self._rows.small:
+            rows, block = self._rows.rows, self.block_table.on(ids.device)[ids // size].long()
+            if self._rows.fp8:
                 at = block, heads, ids % size
-                taken = SmallRows(rows.view(torch.uint8)[at].view(rows.dtype), scales_of(rows)[at], dtype)
-                return out.copy_(taken.wide())
+                taken = Fp8Rows(rows.view(torch.uint8)[at].view(rows.dtype), scales_of(rows)[at], dtype)
+                return out.copy_(taken.dequantise())
             number = (block * kv_heads + heads) * size + ids % size
             every = rows.view(-1, 2 * dim)
             if rows.device.type == "cuda":
@@ -196,14 +186,15 @@ class ZoneRows:
         stop: `length` by default; more for rows that are written but not counted. on_device: only the GPU's current stream
         will read them, so it waits for copies in flight, not the host. of: memory of all blocks, if it is another one.
         """
-        self._rows.arrive(on_device and not self._rows.small)
+        self._rows.wait(on_device and not self._rows.fp8)
         for block, begin, end in self._runs(start, stop):
-            yield wide(self._rows.block(block, begin, end)) if of is None else of[block][:, begin:end]
+            yield dequantised(self._rows.block(block, begin, end)) if of is None else of[block][:, begin:end]
 
     def stored(self, start: int = 0, stop: int | None = None) -> Iterator[StoredRows]:
         """Views of the rows start .. stop - 1 in order, each `[H_kv, n, 2, D]`, in the form in which they are stored, for a GPU
-        to copy or read (`transfer.bring`). Only the GPU's current stream may read them: it waits for copies in flight."""
-        self._rows.arrive(on_device=True)
+        to copy or read (`copies.rows_to_device`). Only the GPU's current stream may read them: it waits for copies in
+        flight."""
+        self._rows.wait(on_device=True)
         for block, begin, end in self._runs(start, stop):
             yield self._rows.block(block, begin, end)
 
@@ -213,4 +204,4 @@ class ZoneRows:
         for place in range(start // size, cdiv(stop, size)):
             begin, end = max(0, start - place * size), min(size, stop - place * size)
             if end > begin:
-                yield self._table.blocks[place], begin, end
+                yield self.block_table.blocks[place], begin, end

@@ -47,7 +47,7 @@ def key_of(texts: Sequence[str], document: Any) -> str:
     fingerprint = fingerprint_of(model)
     hashes = [hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest() for text in texts]
     how = [VERSION, fingerprint.config, fingerprint.weights, str(model.dtype), name_of(method), settings_of(method)]
-    how += [document.cache.host_rows] if document.cache.small_rows else []
+    how += [document.cache.host_rows] if document.cache.fp8_rows else []
     return hashlib.sha256(json.dumps([hashes, how], sort_keys=True).encode()).hexdigest()[:32]
 
 

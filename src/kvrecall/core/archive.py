@@ -9,10 +9,10 @@ Files are not trusted, so the conditions are checked:
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from copy import copy
 from math import isfinite
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -27,32 +27,41 @@ Shape = tuple[int | None, ...]
 Value = bool | int | float | None | list[int]
 
 
-class Archive(ABC):
-    """Base of saving and loading. device: of loaded tensors."""
+class Notes:
+    """The content of an archive. tensors: by name. memories: of blocks, with tokens of each sequence."""
 
-    saving: ClassVar[bool]
+    def __init__(self, values: dict[str, Value] | None = None) -> None:
+        self.values: dict[str, Value] = values or {}
+        self.tensors: dict[str, Tensor] = {}
+        self.memories: dict[str, tuple[Any, list[int]]] = {}
 
-    def __init__(self, device: torch.device, prefix: str = "") -> None:
-        self.device, self._prefix = device, prefix
 
-    @abstractmethod
-    def _value(self, name: str, value: Value) -> Any: ...
+class Archive:
+    """Saves into `notes`, without copying tensors, or loads from them."""
 
-    @abstractmethod
-    def _tensor(self, name: str, value: Tensor | None) -> Tensor: ...
+    def __init__(self, device: torch.device, loaded: Notes | None = None) -> None:
+        """device: of loaded tensors. loaded: the content of a file; None: saves."""
+        self.device, self.saving, self.notes, self._prefix = device, loaded is None, loaded or Notes(), ""
 
-    @abstractmethod
     def knows(self, name: str) -> bool:
         """Whether it has a value of that name, which files of older releases may lack."""
+        return self.saving or self._prefix + name in self.notes.values
 
-    @abstractmethod
     def under(self, name: str) -> Archive:
         """The same archive with the prefix `name`."""
+        other = copy(self)
+        other._prefix = f"{self._prefix}{name}."
+        return other
 
-    @abstractmethod
     def blocks(self, name: str, memory: Any, tokens: list[int]) -> None:
-        """The memory of a layer's blocks (`cache.block_rows.BlockRows` or `cache.block_bytes.BlockBytes`), with the first
-        `tokens` tokens of each sequence."""
+        """Notes the memory of a layer's blocks (`cache.block_rows`) with the first `tokens` tokens of each sequence, to save or
+        to fill."""
+        self.notes.memories[self._prefix + name] = memory, list(tokens)
+
+    def done(self) -> None:
+        """Raises SessionError for entries that were not loaded."""
+        for name in [*self.notes.values, *self.notes.tensors]:
+            self.refuse(name, "nothing of that name", "something")
 
     def each(self, name: str, count: int) -> Iterator[tuple[int, Archive]]:
         """(i, archive with the prefix `name` and i) for i below `count`."""
@@ -60,35 +69,35 @@ class Archive(ABC):
 
     def integer(self, name: str, value: int, least: int = 0, most: int = MOST) -> int:
         """An integer in least .. most."""
-        found = self._value(name, value)
-        if type(found) is not int or not least <= found <= most:
-            self.refuse(name, f"a whole number in {least:,} .. {most:,}", found)
-        return found
+        number = self._value(name, value)
+        if type(number) is not int or not least <= number <= most:
+            self.refuse(name, f"a whole number in {least:,} .. {most:,}", number)
+        return number
 
     def integers(
         self, name: str, values: Sequence[int], least: int = 0, most: int = MOST, count: int | None = None
     ) -> list[int]:
         """Integers in least .. most; `count` of them, None: any number."""
-        found = self._value(name, list(values))
-        if not isinstance(found, list) or any(type(x) is not int or not least <= x <= most for x in found):
-            self.refuse(name, f"whole numbers in {least:,} .. {most:,}", found)
-        if count is not None and len(found) != count:
-            self.refuse(name, f"{count:,} numbers", len(found))
-        return list(found)
+        numbers = self._value(name, list(values))
+        if not isinstance(numbers, list) or any(type(x) is not int or not least <= x <= most for x in numbers):
+            self.refuse(name, f"whole numbers in {least:,} .. {most:,}", numbers)
+        if count is not None and len(numbers) != count:
+            self.refuse(name, f"{count:,} numbers", len(numbers))
+        return list(numbers)
 
     def number(self, name: str, value: float) -> float:
         """A finite number."""
-        found = self._value(name, float(value))
-        if type(found) not in (int, float) or not isfinite(found):
-            self.refuse(name, "a finite number", found)
-        return float(found)
+        number = self._value(name, float(value))
+        if type(number) not in (int, float) or not isfinite(number):
+            self.refuse(name, "a finite number", number)
+        return float(number)
 
     def flag(self, name: str, value: bool) -> bool:
         """True or False."""
-        found = self._value(name, bool(value))
-        if type(found) is not bool:
-            self.refuse(name, "true or false", found)
-        return found
+        flag = self._value(name, bool(value))
+        if type(flag) is not bool:
+            self.refuse(name, "true or false", flag)
+        return flag
 
     def has(self, name: str, value: object) -> bool:
         """Whether a value of that name exists; `value` is not None."""
@@ -100,22 +109,22 @@ class Archive(ABC):
     ) -> Tensor:  # fmt: skip
         """A tensor. shape: None for any size. least, below: range of its numbers. ascending: strictly, in the last dimension.
         finite: False for logarithms, which may be infinite."""
-        found = self._tensor(name, value)
+        tensor = self._tensor(name, value)
         dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
-        fits = len(shape) == found.ndim and all(want in (None, have) for want, have in zip(shape, found.shape, strict=False))
-        if not fits or found.dtype not in dtypes:
+        fits = len(shape) == tensor.ndim and all(want in (None, have) for want, have in zip(shape, tensor.shape, strict=False))
+        if not fits or tensor.dtype not in dtypes:
             wanted = " or ".join(str(x).removeprefix("torch.") for x in dtypes)
             sizes = ", ".join("any" if x is None else f"{x:,}" for x in shape)
-            self.refuse(name, f"{wanted} [{sizes}]", f"{str(found.dtype).removeprefix('torch.')} {list(found.shape)}")
-        if self.saving or not found.numel():
-            return found
-        if found.is_floating_point() and not bool((found.isfinite() if finite else ~found.isnan()).all()):
+            self.refuse(name, f"{wanted} [{sizes}]", f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}")
+        if self.saving or not tensor.numel():
+            return tensor
+        if tensor.is_floating_point() and not bool((tensor.isfinite() if finite else ~tensor.isnan()).all()):
             self.refuse(name, "finite numbers" if finite else "no NaN", "others")
-        if (least is not None and bool((found < least).any())) or (below is not None and bool((found >= below).any())):
+        if (least is not None and bool((tensor < least).any())) or (below is not None and bool((tensor >= below).any())):
             self.refuse(name, f"numbers from {least} to below {below}", "others")
-        if ascending and bool((found[..., 1:] <= found[..., :-1]).any()):
+        if ascending and bool((tensor[..., 1:] <= tensor[..., :-1]).any()):
             self.refuse(name, "ascending numbers", "others")
-        return found
+        return tensor
 
     def optional(self, name: str, value: Tensor | None, shape: Shape, dtype: Dtypes, **more: Any) -> Tensor | None:
         """As `tensor`, or None."""
@@ -126,75 +135,23 @@ class Archive(ABC):
         said = repr(got)
         raise SessionError(self._prefix + name, expected, said if len(said) < 80 else said[:77] + "...")
 
-
-class Notes:
-    """The content of an archive. tensors: by name. memories: of blocks, with tokens of each sequence."""
-
-    def __init__(self, values: dict[str, Value] | None = None) -> None:
-        self.values: dict[str, Value] = values or {}
-        self.tensors: dict[str, Tensor] = {}
-        self.memories: dict[str, tuple[Any, list[int]]] = {}
-
-
-class Writer(Archive):
-    """Saves into `notes`; tensors are not copied."""
-
-    saving: ClassVar[bool] = True
-
-    def __init__(self, device: torch.device, notes: Notes | None = None, prefix: str = "") -> None:
-        super().__init__(device, prefix)
-        self.notes = notes or Notes()
-
-    def knows(self, name: str) -> bool:
-        return True
-
-    def under(self, name: str) -> Writer:
-        return Writer(self.device, self.notes, f"{self._prefix}{name}.")
-
-    def blocks(self, name: str, memory: Any, tokens: list[int]) -> None:
-        self.notes.memories[self._prefix + name] = memory, list(tokens)
-
     def _value(self, name: str, value: Value) -> Any:
-        assert self._prefix + name not in self.notes.values, name
-        self.notes.values[self._prefix + name] = value
-        return value
-
-    def _tensor(self, name: str, value: Tensor | None) -> Tensor:
-        assert value is not None and self._prefix + name not in self.notes.tensors, name
-        self.notes.tensors[self._prefix + name] = value
-        return value
-
-
-class Reader(Archive):
-    """Loads the content of a file; `blocks` notes the memories to fill."""
-
-    saving: ClassVar[bool] = False
-
-    def __init__(self, device: torch.device, notes: Notes, prefix: str = "") -> None:
-        super().__init__(device, prefix)
-        self.notes = notes
-
-    def knows(self, name: str) -> bool:
-        return self._prefix + name in self.notes.values
-
-    def under(self, name: str) -> Reader:
-        return Reader(self.device, self.notes, f"{self._prefix}{name}.")
-
-    def blocks(self, name: str, memory: Any, tokens: list[int]) -> None:
-        self.notes.memories[self._prefix + name] = memory, list(tokens)
-
-    def done(self) -> None:
-        """Raises SessionError for entries that were not read."""
-        for name in [*self.notes.values, *self.notes.tensors]:
-            self.refuse(name, "nothing of that name", "something")
-
-    def _value(self, name: str, value: Value) -> Any:
-        if self._prefix + name not in self.notes.values:
+        path = self._prefix + name
+        if self.saving:
+            assert path not in self.notes.values, name
+            self.notes.values[path] = value
+            return value
+        if path not in self.notes.values:
             self.refuse(name, "a value", "none")
-        return self.notes.values.pop(self._prefix + name)
+        return self.notes.values.pop(path)
 
     def _tensor(self, name: str, value: Tensor | None) -> Tensor:
-        if self._prefix + name not in self.notes.tensors:
+        path = self._prefix + name
+        if self.saving:
+            assert value is not None and path not in self.notes.tensors, name
+            self.notes.tensors[path] = value
+            return value
+        if path not in self.notes.tensors:
             self.refuse(name, "a tensor", "none")
         with lasting_tensors():
-            return self.notes.tensors.pop(self._prefix + name).to(self.device)
+            return self.notes.tensors.pop(path).to(self.device)

@@ -76,23 +76,16 @@ class Copy2D(ctypes.Structure):
     """CUDA_MEMCPY2D. Pitches and the width are bytes; the height is the number of runs."""
 
     _fields_ = [
-        ("source_x", ctypes.c_size_t),
-        ("source_y", ctypes.c_size_t),
-        ("source_type", ctypes.c_int),
-        ("source_host", ctypes.c_void_p),
-        ("source_device", ctypes.c_uint64),
-        ("source_array", ctypes.c_void_p),
-        ("source_pitch", ctypes.c_size_t),
-        ("target_x", ctypes.c_size_t),
-        ("target_y", ctypes.c_size_t),
-        ("target_type", ctypes.c_int),
-        ("target_host", ctypes.c_void_p),
-        ("target_device", ctypes.c_uint64),
-        ("target_array", ctypes.c_void_p),
-        ("target_pitch", ctypes.c_size_t),
-        ("width", ctypes.c_size_t),
-        ("height", ctypes.c_size_t),
-    ]
+        *(
+            (f"{end}_{field}", kind)
+            for end in ("source", "target")
+            for field, kind in (
+                ("x", ctypes.c_size_t), ("y", ctypes.c_size_t), ("type", ctypes.c_int), ("host", ctypes.c_void_p),
+                ("device", ctypes.c_uint64), ("array", ctypes.c_void_p), ("pitch", ctypes.c_size_t),
+            )
+        ),
+        ("width", ctypes.c_size_t), ("height", ctypes.c_size_t),
+    ]  # fmt: skip
 
 
 def copy_2d(source: Tensor, target: Tensor) -> bool:
@@ -127,8 +120,8 @@ def _described(source: Tensor, target: Tensor) -> Copy2D | None:
     if shape[0] < 2 or shape != target.shape or source.dtype != target.dtype:
         return None
     run = 1
-    for size, own, other in zip(shape[:0:-1], strides[:0:-1], others[:0:-1], strict=True):
-        if size != 1 and not own == other == run:
+    for size, stride, other in zip(shape[:0:-1], strides[:0:-1], others[:0:-1], strict=True):
+        if size != 1 and not stride == other == run:
             return None
         run *= size
     size = source.itemsize
@@ -140,10 +133,10 @@ def _described(source: Tensor, target: Tensor) -> Copy2D | None:
 
 def _gpu(source: Tensor, target: Tensor) -> tuple[int, bool] | None:
     """The number of the GPU, and whether the target is on it; None unless the other tensor is in page-locked host memory."""
-    near, host = (target, source) if target.is_cuda else (source, target)
-    if not near.is_cuda or host.is_cuda or _function() is None or not host.is_pinned():
+    gpu, host = (target, source) if target.is_cuda else (source, target)
+    if not gpu.is_cuda or host.is_cuda or _function() is None or not host.is_pinned():
         return None
-    return near.get_device(), near is target
+    return gpu.get_device(), gpu is target
 
 
 def _start(copy: Copy2D, index: int) -> None:
@@ -193,12 +186,10 @@ class HostCopy:
 
     def __init__(self, *tensors: Tensor) -> None:
         """Starts the copies, behind the work of the tensors' current stream."""
-        self._near, self._done = list[Tensor](), None
-        for tensor in tensors:
-            near = tensor
-            if tensor.is_cuda:
-                near = staging(tuple(tensor.shape), tensor.dtype).copy_(tensor, non_blocking=True)
-            self._near.append(near)
+        self._copies, self._done = (
+            [staging(tuple(x.shape), x.dtype).copy_(x, non_blocking=True) if x.is_cuda else x for x in tensors],
+            None,
+        )
         if device := next((tensor.device for tensor in tensors if tensor.is_cuda), None):
             self._done = torch.cuda.Event()
             self._done.record(torch.cuda.current_stream(device))
@@ -207,11 +198,11 @@ class HostCopy:
         """The tensors on the CPU, in order; those that lay there are not copied."""
         if self._done is not None:
             self._done.synchronize()
-        return self._near
+        return self._copies
 
     def ready(self) -> list[Tensor] | None:
         """As `wait`, but None if a copy is not done. The host never waits."""
-        return self._near if self._done is None or self._done.query() else None
+        return self._copies if self._done is None or self._done.query() else None
 
 
 def to_device(device: torch.device, *tensors: Tensor) -> list[Tensor]:

@@ -47,8 +47,8 @@ class UnknownNameError(KVRecallError, ValueError):
 
     def __init__(self, kind: str, got: str, known: Iterable[str], others: str = "") -> None:
         known = sorted(known)
-        near = get_close_matches(str(got), known, n=1)  # a file may contain any value
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        similar = get_close_matches(str(got), known, n=1)  # a file may contain any value
+        hint = f" Did you mean {similar[0]!r}?" if similar else ""
         super().__init__(f"unknown {kind} {got!r}: expected one of {', '.join(known) or '(none)'}{others}.{hint}")
         self.kind, self.got, self.known, self.remedy = kind, got, known, hint.strip()
 

@@ -30,33 +30,33 @@ _LEAST, _INFINITY = 27 << 23, 0x7F800000
 """The bits of the least scale, 2^-100, and of infinity."""
 
 
-class SmallRows(NamedTuple):
+class Fp8Rows(NamedTuple):
     """Rows in eight bits. numbers: e4m3 `[…, D]`; scales: fp32 `[…]`; dtype: of the rows that they were made of."""
 
     numbers: Tensor
     scales: Tensor
     dtype: torch.dtype
 
-    def wide(self) -> Tensor:
+    def dequantise(self) -> Tensor:
         """The rows `[…, D]` in their dtype. Products are fp32, and nothing is as large as the rows in fp32."""
         return self.numbers.to(self.dtype).mul_(self.scales.unsqueeze(-1))
 
-    def part(self, start: int, stop: int) -> SmallRows:
+    def part(self, start: int, stop: int) -> Fp8Rows:
         """Tokens start .. stop - 1 of rows `[H_kv, n, 2, D]`, as a view."""
-        return SmallRows(self.numbers[:, start:stop], self.scales[:, start:stop], self.dtype)
+        return Fp8Rows(self.numbers[:, start:stop], self.scales[:, start:stop], self.dtype)
 
-    def keys(self) -> SmallRows:
+    def keys(self) -> Fp8Rows:
         """Keys `[H_kv, n, D]` of rows `[H_kv, n, 2, D]`, as a view."""
-        return SmallRows(self.numbers[:, :, 0], self.scales[:, :, 0], self.dtype)
+        return Fp8Rows(self.numbers[:, :, 0], self.scales[:, :, 0], self.dtype)
 
-    def to(self, device: torch.device) -> SmallRows:
+    def to(self, device: torch.device) -> Fp8Rows:
         """On a device."""
-        return SmallRows(self.numbers.to(device), self.scales.to(device), self.dtype)
+        return Fp8Rows(self.numbers.to(device), self.scales.to(device), self.dtype)
 
-    def empty_on(self, device: torch.device) -> SmallRows:
+    def empty_on(self, device: torch.device) -> Fp8Rows:
         """Uninitialised memory for rows of the same shape."""
         numbers, scales = (torch.empty(x.shape, dtype=x.dtype, device=device) for x in (self.numbers, self.scales))
-        return SmallRows(numbers, scales, self.dtype)
+        return Fp8Rows(numbers, scales, self.dtype)
 
     @property
     def tokens(self) -> int:
@@ -76,27 +76,27 @@ class SmallRows(NamedTuple):
         return self.numbers.nbytes + self.scales.nbytes
 
 
-StoredRows = Tensor | SmallRows
+StoredRows = Tensor | Fp8Rows
 """Rows `[H_kv, n, 2, D]` as they lie in memory: in the dtype of the model, or in eight bits."""
 
 
-def quantised(rows: Tensor) -> SmallRows:
+def quantised(rows: Tensor) -> Fp8Rows:
     """Rows `[…, D]` in eight bits, on their device."""
-    wide = rows.float()
-    largest = wide.abs().amax(-1)
+    numbers = rows.float()
+    largest = numbers.abs().amax(-1)
     bits = (largest * _PART).view(torch.int32) + _HALF_BIT & _KEPT_BITS
     scales = bits.clamp_min(_LEAST).view(torch.float32).where(largest.view(torch.int32) < _INFINITY, torch.nan)
-    return SmallRows((wide * scales.reciprocal().unsqueeze(-1)).to(DTYPE), scales, rows.dtype)
+    return Fp8Rows((numbers * scales.reciprocal().unsqueeze(-1)).to(DTYPE), scales, rows.dtype)
 
 
 def as_stored(rows: Tensor) -> Tensor:
     """Rows `[…, D]` as they are read back."""
-    return quantised(rows).wide()
+    return quantised(rows).dequantise()
 
 
-def wide(rows: StoredRows) -> Tensor:
+def dequantised(rows: StoredRows) -> Tensor:
     """Rows `[H_kv, n, 2, D]` in the dtype of the model."""
-    return rows if isinstance(rows, Tensor) else rows.wide()
+    return rows if isinstance(rows, Tensor) else rows.dequantise()
 
 
 def part_of(rows: StoredRows, start: int, stop: int) -> StoredRows:
@@ -110,9 +110,9 @@ def check_host_rows(form: str) -> None:
         raise ParameterError("host_rows", '"plain" or "fp8"', form, '"fp8" halves host memory, at a loss.')
 
 
-def host_row_bytes(dim: int, dtype: torch.dtype, small: bool) -> int:
+def host_row_bytes(dim: int, dtype: torch.dtype, fp8: bool) -> int:
     """Bytes of a key and a value, for rows of a dtype or in eight bits."""
-    return 2 * (dim + SCALE_BYTES) if small else 2 * dim * dtype.itemsize
+    return 2 * (dim + SCALE_BYTES) if fp8 else 2 * dim * dtype.itemsize
 
 
 def block_nbytes(shape: tuple[int, ...]) -> int:
@@ -129,9 +129,9 @@ def scales_of(numbers: Tensor) -> Tensor:
     """The scales fp32 `[blocks, H_kv, block_size, 2]` that lie behind the numbers of each block, as a view. numbers: from
     `numbers_of`."""
     blocks, shape = numbers.shape[0], numbers.shape[1:4]
-    held = numbers.view(torch.uint8)
+    content = numbers.view(torch.uint8)
     size = prod(numbers.shape[1:])
-    behind = held.as_strided((blocks, SCALE_BYTES * prod(shape)), (held.stride(0), 1), held.storage_offset() + size)
+    behind = content.as_strided((blocks, SCALE_BYTES * prod(shape)), (content.stride(0), 1), content.storage_offset() + size)
     return behind.view(torch.float32).unflatten(1, shape)
 
 
@@ -140,13 +140,13 @@ def flat(rows: Tensor) -> Tensor:
     return rows.as_strided((rows.shape[0] * rows.stride(0),), (1,))
 
 
-def block_of(rows: SmallRows) -> Tensor:
+def block_of(rows: Fp8Rows) -> Tensor:
     """A block uint8 `[n]` on the CPU: all numbers, then all scales, of rows `[H_kv, block_size, 2, D]`."""
     parts = rows.numbers.contiguous().view(torch.uint8), rows.scales.contiguous().view(torch.uint8)
     return torch.cat([part.flatten().cpu() for part in parts])
 
 
-def rows_of(block: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> SmallRows:
+def rows_of(block: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Fp8Rows:
     """The rows `[H_kv, block_size, 2, D]` of a block uint8 `[n]`, as views."""
     numbers = numbers_of(block.view(1, -1), shape)
-    return SmallRows(numbers[0], scales_of(numbers)[0], dtype)
+    return Fp8Rows(numbers[0], scales_of(numbers)[0], dtype)

@@ -28,12 +28,6 @@ def kernels_available(device: torch.device) -> bool:
     return capability(device) >= LEAST_CAPABILITY and find_spec("triton") is not None
 
 
-@cache
-def have_numba() -> bool:
-    """Whether compiled functions of the CPU run; otherwise torch does the same more slowly."""
-    return find_spec("numba") is not None
-
-
 def cdiv(a: int, b: int) -> int:
     """a / b, rounded up."""
     return -(-a // b)

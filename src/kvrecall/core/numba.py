@@ -104,44 +104,16 @@ def row_place(blocks, size, heads, h, token, dim, kind):
     return first + row * width, (first + rows * width) // 4 + 2 * row
 
 
-@intrinsic
-def bits_to_float(typingctx, bits):
+@njit(inline="always")
+def bits_to_float(bits):
     """uint32 -> float32 with the same bits."""
-
-    def build(context, builder, signature, args):
-        return builder.bitcast(args[0], ir.FloatType())
-
-    return types.float32(types.uint32), build
+    return np.uint32(bits).view(np.float32)
 
 
-@intrinsic
-def float_to_bits(typingctx, value):
+@njit(inline="always")
+def float_to_bits(value):
     """float32 -> uint32 with the same bits."""
-
-    def build(context, builder, signature, args):
-        return builder.bitcast(args[0], ir.IntType(32))
-
-    return types.uint32(types.float32), build
-
-
-@intrinsic
-def bits_to_double(typingctx, bits):
-    """int64 -> float64 with the same bits."""
-
-    def build(context, builder, signature, args):
-        return builder.bitcast(args[0], ir.DoubleType())
-
-    return types.float64(types.int64), build
-
-
-@intrinsic
-def double_to_bits(typingctx, value):
-    """float64 -> int64 with the same bits."""
-
-    def build(context, builder, signature, args):
-        return builder.bitcast(args[0], ir.IntType(64))
-
-    return types.int64(types.float64), build
+    return np.float32(value).view(np.uint32)
 
 
 @intrinsic
@@ -217,7 +189,7 @@ def exp_below(x):
     series = 1.0 / 479001600.0
     for denominator in (39916800.0, 3628800.0, 362880.0, 40320.0, 5040.0, 720.0, 120.0, 24.0, 6.0, 2.0, 1.0, 1.0):
         series = series * r + 1.0 / denominator
-    return series * bits_to_double((double_to_bits(whole) - _WHOLE_BITS + 1023) << 52)
+    return series * np.int64((np.float64(whole).view(np.int64) - _WHOLE_BITS + 1023) << 52).view(np.float64)
 
 
 @njit(inline="always")
@@ -334,8 +306,8 @@ def score_keys(words, kind, places, scales, scale_places, queries, ahead, read, 
             if i + ahead < n:
                 prefetch_words(base + places[i + ahead] * itemsize, read * itemsize)
             for g in range(0, group, QUERIES):
-                found = _products_of_pairs(words, np.uint64(places[i]), width, queries, g)
-                _keep(found, np.float32(1.0), out, g, first + i)
+                products = _products_of_pairs(words, np.uint64(places[i]), width, queries, g)
+                _keep(products, np.float32(1.0), out, g, first + i)
         return
     row = np.empty(dim, np.float32)
     for i in range(n):
@@ -375,15 +347,15 @@ def _products(row, queries, g):
 
 
 @njit(inline="always")
-def _keep(found, scale, out, g, column):
+def _keep(products, scale, out, g, column):
     """Stores the products of the queries g .. g + QUERIES - 1, as far as there are so many."""
-    out[g, column] = found[0] * scale
+    out[g, column] = products[0] * scale
     if g + 1 < out.shape[0]:
-        out[g + 1, column] = found[1] * scale
+        out[g + 1, column] = products[1] * scale
     if g + 2 < out.shape[0]:
-        out[g + 2, column] = found[2] * scale
+        out[g + 2, column] = products[2] * scale
     if g + 3 < out.shape[0]:
-        out[g + 3, column] = found[3] * scale
+        out[g + 3, column] = products[3] * scale
 
 
 @njit(cache=True, nogil=True, fastmath=_FAST)
@@ -402,7 +374,7 @@ MOST = 16
 
 
 @contextmanager
-def few_threads() -> Iterator[None]:
+def numba_threads() -> Iterator[None]:
     """Within the context, or a function with this decorator, the calling thread's numba loops use at most `MOST` threads, and
     run in `loops_turn`."""
     with loops_turn():

@@ -16,14 +16,14 @@ PIECE_TOKENS, GPU_PIECE_TOKENS = 4096, 16_384
 launches, whose time on the host is the same for more tokens."""
 
 
-def stretches(tokens: int, device: torch.device, multiple: int = 1) -> Iterator[slice]:
+def chunks(tokens: int, device: torch.device, multiple: int = 1) -> Iterator[slice]:
     """Cuts 0 .. tokens - 1 into pieces for a device, in order. multiple: every length but the last is a multiple of it."""
     size = max(1, (GPU_PIECE_TOKENS if device.type == "cuda" else PIECE_TOKENS) // multiple) * multiple
     for start in range(0, tokens, size):
         yield slice(start, min(start + size, tokens))
 
 
-def finished(work: Work[T]) -> T:
+def run_all(work: Work[T]) -> T:
     """Runs all pieces and returns the result."""
     while True:
         try:

@@ -124,8 +124,8 @@ class Rows:
 
     def at(self, sequence: int) -> Rows:
         """The rows of one sequence, as a batch of one."""
-        own = slice(sequence, sequence + 1)
-        return Rows(self.kv[own], self.lengths[own], None if self.bias is None else self.bias[own])
+        part = slice(sequence, sequence + 1)
+        return Rows(self.kv[part], self.lengths[part], None if self.bias is None else self.bias[part])
 
     def gathered(self) -> Rows:
         """These rows; see `Estimated`."""
@@ -175,14 +175,14 @@ class HostTable:
         return self.rows.shape[2]
 
     @property
-    def small(self) -> bool:
+    def fp8(self) -> bool:
         """Whether rows are in eight bits."""
         return self.rows.dtype == torch.float8_e4m3fn
 
     @property
     def pool(self) -> Tensor:
         """The rows as kernels get them: those in eight bits as uint8 (`core.triton`)."""
-        return self.rows.view(torch.uint8) if self.small else self.rows
+        return self.rows.view(torch.uint8) if self.fp8 else self.rows
 
 
 @dataclass(frozen=True)
@@ -201,22 +201,22 @@ class HostRows:
         return self.ids.shape[2]
 
 
-def stack_rows(found: list[tuple[Tensor, Tensor]], biases: list[Tensor | None] | None = None) -> Rows:
+def stack_rows(pairs: list[tuple[Tensor, Tensor]], biases: list[Tensor | None] | None = None) -> Rows:
     """Pads and stacks rows `[H_kv, T_b, 2, D]` with counts int32 `[H_kv]`, one pair per sequence, to a batch.
 
     biases: fp32 `[H_q, T_b]` per sequence, None for zeros."""
     weighed = [bias for bias in biases or [] if bias is not None]
     if biases is not None and weighed:
         plain = weighed[0].new_zeros(len(weighed[0]), 0)
-        longest = max(rows.shape[1] for rows, _ in found)
-        given = [plain if bias is None else bias for bias in biases]
-        padded = [torch.nn.functional.pad(bias, (0, longest - bias.shape[1])) for bias in given]
-        return replace(stack_rows(found), bias=torch.stack(padded))
-    if len(found) == 1:
-        return Rows(found[0][0].unsqueeze(0), found[0][1].unsqueeze(0))
-    longest = max(rows.shape[1] for rows, _ in found)
-    padded = [torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, longest - rows.shape[1])) for rows, _ in found]
-    return Rows(torch.stack(padded), torch.stack([counts for _, counts in found]))
+        longest = max(rows.shape[1] for rows, _ in pairs)
+        filled = [plain if bias is None else bias for bias in biases]
+        padded = [torch.nn.functional.pad(bias, (0, longest - bias.shape[1])) for bias in filled]
+        return replace(stack_rows(pairs), bias=torch.stack(padded))
+    if len(pairs) == 1:
+        return Rows(pairs[0][0].unsqueeze(0), pairs[0][1].unsqueeze(0))
+    longest = max(rows.shape[1] for rows, _ in pairs)
+    padded = [torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, longest - rows.shape[1])) for rows, _ in pairs]
+    return Rows(torch.stack(padded), torch.stack([counts for _, counts in pairs]))
 
 
 def join_rows(batches: list[Rows]) -> Rows:

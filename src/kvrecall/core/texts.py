@@ -63,12 +63,12 @@ def byte_count(text: str, name: str) -> int:
 def integer(name: str, value: Any, remedy: str, least: int | None = None) -> int:
     """An integer, or a tensor or array of one, from `least` on. Raises ParameterError for all else, also True and False."""
     try:
-        found = index(value)
+        number = index(value)
     except TypeError:
-        found = None
-    if found is None or isinstance(value, bool) or (least is not None and found < least):
+        number = None
+    if number is None or isinstance(value, bool) or (least is not None and number < least):
         raise ParameterError(name, "an integer" if least is None else f"an integer >= {least}", value, remedy)
-    return found
+    return number
 
 
 def whole(text: str) -> int:
@@ -78,12 +78,12 @@ def whole(text: str) -> int:
 
 def split_at_commas(text: str) -> list[str]:
     """Splits at commas outside brackets and quotes."""
-    found, depth, quoted = [""], 0, False
+    parts, depth, quoted = [""], 0, False
     for letter in text:
         quoted ^= letter == '"'
         depth = max(0, depth + (0 if quoted else {"[": 1, "{": 1, "]": -1, "}": -1}.get(letter, 0)))
         if letter == "," and not quoted and not depth:
-            found.append("")
+            parts.append("")
         else:
-            found[-1] += letter
-    return found
+            parts[-1] += letter
+    return parts

@@ -32,12 +32,20 @@ class TypedFields:
     def __post_init__(self) -> None:
         _check(self)
 
+    def check_integers(self, remedy: str, *names: str, least: int = 1, most: int | None = None) -> None:
+        """Raises ParameterError for fields of these names that are not integers from `least` on, up to `most`."""
+        expected = f"an integer >= {least}" if most is None else f"an integer in {least} .. {most}"
+        for name in names:
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least or (most is not None and value > most):
+                raise ParameterError(name, expected, value, remedy)
 
-def _with_types(own: Callable[[Any], None]) -> Callable[[Any], None]:
-    @wraps(own)
+
+def _with_types(check: Callable[[Any], None]) -> Callable[[Any], None]:
+    @wraps(check)
     def checked(self: Any) -> None:
         try:
-            own(self)
+            check(self)
         except UNFORESEEN as error:
             if not isinstance(error, KVRecallError):
                 _check(self)

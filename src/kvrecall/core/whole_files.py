@@ -43,10 +43,10 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 def first_mistake(error: ValidationError) -> str:
     """The first mistake: place, expected, given."""
-    found = error.errors()[0]
-    where = ".".join(str(step) for step in found["loc"]) or "the file"
-    said = found["msg"].removeprefix("Value error, ")
-    return f"{where}: {said[:1].lower()}{said[1:]}, got {_SHORT.repr(found['input'])}"
+    mistake = error.errors()[0]
+    where = ".".join(str(step) for step in mistake["loc"]) or "the file"
+    said = mistake["msg"].removeprefix("Value error, ")
+    return f"{where}: {said[:1].lower()}{said[1:]}, got {_SHORT.repr(mistake['input'])}"
 
 
 _SHORT = Repr()
@@ -122,11 +122,11 @@ def unwritable(path: object, error: OSError) -> OutputFileError:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
+    table = dict(pairs)
+    if len(table) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"{next(name for name in names if names.count(name) > 1)[:40]!r} twice in one object")
-    return made
+    return table
 
 
 def _constant(name: str) -> float:

@@ -78,7 +78,7 @@ def plan(
     device_free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
     where = torch.device("cpu" if device_free is None else "cuda")  # decides the block size
     small = host_rows == "fp8"
-    shape = LayerShape(batch, model.query_heads, model.kv_heads, model.head_dim, dtype, where, small_rows=small)
+    shape = LayerShape(batch, model.query_heads, model.kv_heads, model.head_dim, dtype, where, fp8_rows=small)
     room = None if device_free is None else device_free - SPARE_BYTES
     need = MemoryPlan.of(method, shape, numbers, context_tokens, room)
     per_token, zone, block = need.host_token_bytes + need.near_token_bytes, need.zone_tokens, block_size_on(where)

@@ -63,7 +63,7 @@ class Asker:
         """
         ids, mask = padded(prompts, self.model.device)
         ready = ids.shape[1] - left
-        watched = any((config := c.method.index_config()) is not None and config.watches for c in found)
+        watched = any((config := c.method.index_config()) is not None and config.observes_attention for c in found)
         # A window as long as the text keeps everything resident, so that no chunk reads rows back from the host.
         method = Full(sink_tokens=0, local_tokens=max(1, expect_tokens), update_interval=1)
         observed = ready if watched else _OBSERVED

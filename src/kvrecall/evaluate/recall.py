@@ -86,7 +86,7 @@ def prepared(trace: Trace, number: int, method: Method) -> LayerState:
     state.scaling = trace.info.scaling
     state.absorb(0, state.store.append_chunk(0, layer.keys[:, :prompt], layer.values[:, :prompt]))
     watched = layer.prompt_queries
-    if state.index is None or not state.index.watches:  # only watching indexes need the prompt's attention
+    if state.index is None or not state.index.observes_attention:  # only watching indexes need the prompt's attention
         watched = watched[:, -(1 if state.log is None else state.log.window) :]
     if watched.shape[1]:
         lse = _lse(replace(layer, prompt_queries=watched), prompt, trace.info.scaling)

@@ -53,7 +53,7 @@ def gather_rows(table: HostTable, heads: Tensor, ids: Tensor, slots: Tensor, out
     if not len(ids):
         return
     heads_in_all = table.rows.shape[1]
-    if table.small:
+    if table.fp8:
         dim = out.shape[2]
         gather_small_kernel[(len(ids),)](
             table.pool, table.blocks, heads, ids, slots, out, heads_in_all, BLOCK=table.block_size, D=dim,

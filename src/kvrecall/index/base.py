@@ -5,12 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from kvrecall.cache.blocks import BlockTable
 from kvrecall.cache.copies import RowSource
 from kvrecall.cache.slot_zones import ZonePlan
 from kvrecall.cache.zones import ZoneSizes
@@ -42,7 +41,7 @@ class LayerShape:
     """Rotary embedding and key statistics of the layer; None: unknown, and an index that needs them refuses."""
     zone_start: int = 0
     """Position of the retrieval zone's first token."""
-    small_rows: bool = False
+    fp8_rows: bool = False
     """Whether rows in host memory are in eight bits (`core.fp8`)."""
 
     @property
@@ -53,27 +52,12 @@ class LayerShape:
     @property
     def host_row_bytes(self) -> int:
         """Key and value of one token and KV head in host memory."""
-        return host_row_bytes(self.head_dim, self.dtype, self.small_rows)
+        return host_row_bytes(self.head_dim, self.dtype, self.fp8_rows)
 
 
 def with_statistics(shape: LayerShape, statistics: LayerStatistics | None) -> LayerShape:
     """The shape with these statistics, unless it has some."""
     return shape if statistics is None or shape.statistics is not None else replace(shape, statistics=statistics)
-
-
-@runtime_checkable
-class BlockSource(Protocol):
-    """The blocks of one sequence of one layer, for an index that keeps its summaries in blocks of the same ids."""
-
-    @property
-    def layer(self) -> int:
-        """The layer's number."""
-        ...
-
-    @property
-    def blocks_of_all_layers(self) -> BlockTable:
-        """The block table of the sequence. It has room for a token before the token is appended to the index."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -120,8 +104,8 @@ class IndexConfig(Part, ABC):
     searches_on_host: ClassVar[bool] = False
     """Whether the CPU searches when the method attends on the host."""
 
-    watches: ClassVar[bool] = False
-    """Whether the index sees the attention of every query, including the prompt's (`Index.watch`)."""
+    observes_attention: ClassVar[bool] = False
+    """Whether the index sees the attention of every query, including the prompt's (`Index.observe_attention`)."""
 
     static_refusal: ClassVar[str] = ""
     """Why a static set is refused; empty if static sets are supported."""
@@ -197,14 +181,14 @@ class Index(ABC):
         return
         yield
 
-    def restructure(self, sequence: int, ids: Tensor | None, made: Any) -> None:
-        """As `exclude`. made: the result of `restructured` for the same ids; tokens may have been added since."""
+    def restructure(self, sequence: int, ids: Tensor | None, structure: Any) -> None:
+        """As `exclude`. structure: the result of `restructured` for the same ids; tokens may have been added since."""
         self.exclude(sequence, ids)
 
-    watches: bool = False
-    """Whether `watch` must be called."""
+    observes_attention: bool = False
+    """Whether `observe_attention` must be called."""
 
-    def watch(  # noqa: B027 - optional: few indexes look at past attention
+    def observe_attention(  # noqa: B027 - optional: few indexes look at past attention
         self, sequence: int, observed: ObservedQueries, resident: list[tuple[Tensor, int]], offset: int, scaling: float,
         attended: Tensor | None = None,
     ) -> None:  # fmt: skip
@@ -215,7 +199,7 @@ class Index(ABC):
         None: to the whole zone, as a chunk of a prompt does, up to each query.
         """
 
-    def learn(self, sequences: list[int]) -> None:  # noqa: B027 - optional: most indexes learn nothing from queries
+    def after_attention(self, sequences: list[int]) -> None:  # noqa: B027 - optional: most indexes learn nothing from queries
         """Learns from the last search of these sequences; called after their attention."""
 
     @abstractmethod
@@ -260,8 +244,8 @@ class Index(ABC):
 
         An index that searches on the CPU gives the device its part of the work here, so that the caller can give the device
         other work before the CPU waits. By default all of the search is started here."""
-        found = self.search(queries, budget, sequences)
-        return lambda: found
+        selection = self.search(queries, budget, sequences)
+        return lambda: selection
 
     def candidates(self, queries: Tensor, budget: Budget, sequences: list[int]) -> list[Tensor] | None:
         """The candidates that the first stage of a search leaves, per sequence int64 `[H_kv, 1 or G, C]`; None if a search
@@ -285,10 +269,10 @@ class Index(ABC):
         return None
 
 
-def stack_selections(found: list[tuple[Tensor, Tensor]]) -> Selection:
+def stack_selections(pairs: list[tuple[Tensor, Tensor]]) -> Selection:
     """Pads the per-sequence results (ids `[H_kv, K_b]`, counts `[H_kv]`) to one Selection."""
-    if len(found) == 1:
-        return Selection(found[0][0].unsqueeze(0), found[0][1].unsqueeze(0))
-    width = max(ids.shape[-1] for ids, _ in found)
-    padded = [torch.nn.functional.pad(ids, (0, width - ids.shape[-1]), value=-1) for ids, _ in found]
-    return Selection(torch.stack(padded), torch.stack([counts for _, counts in found]))
+    if len(pairs) == 1:
+        return Selection(pairs[0][0].unsqueeze(0), pairs[0][1].unsqueeze(0))
+    width = max(ids.shape[-1] for ids, _ in pairs)
+    padded = [torch.nn.functional.pad(ids, (0, width - ids.shape[-1]), value=-1) for ids, _ in pairs]
+    return Selection(torch.stack(padded), torch.stack([counts for _, counts in pairs]))

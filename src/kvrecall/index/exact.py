@@ -6,20 +6,19 @@ for methods whose retrieval zone is a static set or is never attended.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from kvrecall.core.archive import Archive
+from kvrecall.core.per_sequence import PerSequence
 from kvrecall.core.structs import Budget, Selection
-from kvrecall.index.base import Captured, Index, IndexConfig, LayerShape, RowSource
+from kvrecall.index.base import Captured, Index, IndexConfig, LayerShape
 from kvrecall.index.step import SlotSpec
 from kvrecall.index.table import TokenTable
-from kvrecall.index.tokens import TokenIndex, TokenStep
+from kvrecall.index.tokens import TableIndex, TokenStep
 
 _SCORED_TOKENS = 8192
 """Tokens scored at a time: bounds the float64 copy of the keys to H_kv * 8192 * D * 8 bytes."""
@@ -40,53 +39,27 @@ class ExactConfig(IndexConfig):
         return shape.head_dim * shape.dtype.itemsize * shape.kv_heads * tokens
 
 
-class ExactIndex(TokenIndex):
+class ExactIndex(TableIndex):
     """Scores every key. `gqa` as in `kvrecall.select.gqa`."""
 
     def __init__(self, shape: LayerShape, gqa: str = "mean_softmax") -> None:
-        super().__init__(shape, ExactConfig(gqa))
-        self._keys = TokenTable("keys", shape.sequences, shape.kv_heads, shape.head_dim, shape.dtype, shape.device)
-
-    @property
-    def lengths(self) -> list[int]:  # type: ignore[override]
-        return self._keys.lengths
-
-    @property
-    def nbytes(self) -> int:
-        return self._keys.nbytes
-
-    def bind(self, sources: Sequence[RowSource]) -> None:
-        self._keys.bind(sources)
-
-    def reserve(self, tokens: int) -> None:
-        self._keys.reserve(tokens)
-
-    def append(self, sequence: int, keys: Tensor) -> None:
-        self._keys.append(sequence, keys)
-
-    def truncate(self, sequence: int, tokens: int) -> None:
-        self._keys.truncate(sequence, tokens)
-
-    def select(self, sequences: list[int]) -> ExactIndex:
-        chosen = super().select(sequences)
-        chosen._keys = self._keys.select(sequences)
-        return chosen
-
-    def archive(self, archive: Archive, tokens: list[int]) -> None:
-        super().archive(archive, tokens)
-        self._keys.archive(archive, "keys", tokens)
-
-    def score(self, queries: Tensor, sequence: int, scaling: float) -> Tensor:
-        pieces = [inner_products(queries, keys) for keys in self._keys.pieces(sequence, _SCORED_TOKENS)]
-        return torch.cat([queries.new_empty(*queries.shape[:2], 0, dtype=torch.float32), *pieces], -1)
-
-    def slot_step(self, spec: SlotSpec) -> ExactStep:
-        return ExactStep(self, spec, self._gqa)
+        keys = TokenTable("keys", shape.sequences, shape.kv_heads, shape.head_dim, shape.dtype, shape.device)
+        super().__init__(shape, ExactConfig(gqa), keys=keys)
 
     @property
     def keys(self) -> TokenTable:
         """The keys of all sequences."""
-        return self._keys
+        return self.tables["keys"]
+
+    def append(self, sequence: int, keys: Tensor) -> None:
+        self.keys.append(sequence, keys)
+
+    def score(self, queries: Tensor, sequence: int, scaling: float) -> Tensor:
+        pieces = [inner_products(queries, keys) for keys in self.keys.pieces(sequence, _SCORED_TOKENS)]
+        return torch.cat([queries.new_empty(*queries.shape[:2], 0, dtype=torch.float32), *pieces], -1)
+
+    def slot_step(self, spec: SlotSpec) -> ExactStep:
+        return ExactStep(self, spec, self._gqa)
 
 
 class ExactStep(TokenStep):
@@ -94,9 +67,6 @@ class ExactStep(TokenStep):
 
     def summaries(self, keys: Tensor) -> tuple[Tensor, ...]:
         return (keys,)
-
-    def tables(self, index: TokenIndex) -> tuple[TokenTable, ...]:
-        return (cast("ExactIndex", index).keys,)
 
     def scores(self, queries: Tensor, summaries: list[Tensor]) -> Tensor:
         return inner_products(queries, summaries[0])
@@ -125,8 +95,10 @@ class NothingConfig(IndexConfig):
         return 0
 
 
-class NothingIndex(Index):
+class NothingIndex(PerSequence, Index):
     """Counts tokens."""
+
+    of_sequence = ("lengths",)
 
     def __init__(self, shape: LayerShape) -> None:
         self._kv_heads, self.lengths = shape.kv_heads, [0] * shape.sequences
@@ -142,11 +114,6 @@ class NothingIndex(Index):
 
     def archive(self, archive: Archive, tokens: list[int]) -> None:
         self.lengths = list(tokens)
-
-    def select(self, sequences: list[int]) -> NothingIndex:
-        chosen = copy(self)
-        chosen.lengths = [self.lengths[b] for b in sequences]
-        return chosen
 
     def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
         counts = torch.zeros(len(sequences), self._kv_heads, dtype=torch.int32, device=queries.device)

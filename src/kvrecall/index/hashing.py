@@ -5,18 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvrecall.core.errors import ParameterError
+from kvrecall.core.typed_fields import TypedFields
 
 _HASHED_TOKENS = 2048
 """Tokens hashed at a time: bounds the float64 projections to H_kv * 2048 * tables * bits * 8 bytes."""
 
 
-def check_tables(bits: int, tables: int, remedy: str) -> None:
-    """Raises ParameterError for sizes out of range."""
-    if not isinstance(bits, int) or not 1 <= bits <= 14:
-        raise ParameterError("bits", "an integer in 1 .. 14", bits, remedy)
-    if not isinstance(tables, int) or tables < 1:
-        raise ParameterError("tables", "an integer >= 1", tables, remedy)
+def check_tables(config: TypedFields, remedy: str) -> None:
+    """Raises ParameterError for `bits` and `tables` out of range."""
+    config.check_integers(remedy, "bits", most=14)
+    config.check_integers(remedy, "tables")
 
 
 def hyperplanes(head_dim: int, tables: int, bits: int, seed: int, device: torch.device) -> Tensor:

@@ -113,11 +113,6 @@ class KeyStatistics:
         return KeyStatistics(0, torch.zeros(kv_heads, dim, dtype=torch.float64, device="cpu"), square, square)
 
     @property
-    def key_second(self) -> Tensor:
-        """Second moments of the keys about zero, `[H_kv, D, D]`."""
-        return self.key_covariance + self.key_mean.unsqueeze(-1) * self.key_mean.unsqueeze(-2)
-
-    @property
     def finite(self) -> bool:
         """Whether no number is NaN or infinite."""
         return all(bool(x.isfinite().all()) for x in (self.key_mean, self.key_covariance, self.query_second))
@@ -140,24 +135,26 @@ class LayerStatistics:
 
     def __init__(self, rotary: Rotary, keys: KeyStatistics) -> None:
         self.rotary, self.keys = rotary, keys
-        self.made: dict[Any, Any] = {}
+        self.derived: dict[Any, Any] = {}
         """What indexes have computed from them, by their settings; shared by all indexes."""
 
     @staticmethod
-    def archived(archive: Archive, held: LayerStatistics | None, rotary: Rotary, kv_heads: int, dim: int) -> LayerStatistics:
-        """Saves the statistics `held`, or loads those of a layer with this rotary embedding; see `core.archive`."""
-        own = None if held is None else held.keys
-        tokens = archive.integer("tokens", 0 if own is None else own.tokens)
+    def archived(
+        archive: Archive, statistics: LayerStatistics | None, rotary: Rotary, kv_heads: int, dim: int
+    ) -> LayerStatistics:
+        """Saves `statistics`, or loads those of a layer with this rotary embedding; see `core.archive`."""
+        keys = None if statistics is None else statistics.keys
+        tokens = archive.integer("tokens", 0 if keys is None else keys.tokens)
         shapes = {name: (kv_heads, *[dim] * dims) for name, dims in KEPT_TENSORS.items()}
-        settled = archive.flag("settled", own is not None)
+        settled = archive.flag("settled", keys is not None)
         if not settled and not archive.has("sums", None):  # older sessions may hold sums over a prompt, or nothing yet
-            return held or LayerStatistics(rotary, KeyStatistics.nothing(kv_heads, dim))
+            return statistics or LayerStatistics(rotary, KeyStatistics.nothing(kv_heads, dim))
         parts = [
-            archive.tensor(name, None if own is None else getattr(own, name), shape, torch.float64).cpu()
+            archive.tensor(name, None if keys is None else getattr(keys, name), shape, torch.float64).cpu()
             for name, shape in shapes.items()
         ]
-        if held is not None:
-            return held
+        if statistics is not None:
+            return statistics
         if settled:
             return LayerStatistics(rotary, KeyStatistics(tokens, *parts))
         return LayerStatistics(rotary, KeyStatistics.of_moments(tokens, *(x / max(1, tokens) for x in parts)))
@@ -167,7 +164,7 @@ LEAST_DIFFERENT = 128
 """Statistics need this many different tokens, or half of a smaller vocabulary."""
 
 
-def flaw(found: Mapping[int, KeyStatistics], different: int, vocabulary: int, inputs: int) -> str | None:
+def flaw(layers: Mapping[int, KeyStatistics], different: int, vocabulary: int, inputs: int) -> str | None:
     """What makes the statistics of a model's layers unfit for codes; None if nothing does.
 
     different: different tokens that they come from. vocabulary: tokens of the model. inputs: numbers per token that keys are
@@ -176,9 +173,9 @@ def flaw(found: Mapping[int, KeyStatistics], different: int, vocabulary: int, in
     least = min(LEAST_DIFFERENT, vocabulary // 2)
     if different < least:
         return f"{different:,} different tokens where {least:,} are needed"
-    if not all(layer.finite for layer in found.values()):
+    if not all(layer.finite for layer in layers.values()):
         return "keys with NaN or infinity"
-    for number, layer in found.items():
+    for number, layer in layers.items():
         possible = min(layer.key_mean.shape[1], inputs, different - 1)
         if int(layer.ranks.median()) < possible // 4:
             return f"keys of layer {number} in {int(layer.ranks.median()):,} of {possible:,} directions"

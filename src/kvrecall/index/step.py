@@ -22,7 +22,7 @@ from kvrecall.cache.zones import ZoneLengths, ZoneSizes
 from kvrecall.core.launch import next_power_of_2, overlapping
 from kvrecall.core.structs import AttentionParams, HostTable
 from kvrecall.index.base import Index, LayerShape
-from kvrecall.select.query_ring import QueryRing
+from kvrecall.select.queries import QueryRing
 
 if TYPE_CHECKING:
     from kvrecall.attend.step import StepAttention
@@ -128,23 +128,23 @@ class IndexStep(ABC):
         """As `search`, the first of two in a step."""
         self.search(queries, fire, zones, scaling)
 
-    def step(self, asked: SlotStep) -> Tensor:
+    def step(self, inputs: SlotStep) -> Tensor:
         """Searches where the trigger has fired, attends, and ends the step; `[slots, H_q, 1, D]`."""
-        self.search(asked.queries, asked.fire, asked.zones, asked.params.scaling)
-        total = None if asked.log is None else asked.lse
-        out = asked.attention.launch(
-            asked.queries, asked.keys, asked.values, self.ids, asked.zones.rows, asked.parity, asked.params, total
+        self.search(inputs.queries, inputs.fire, inputs.zones, inputs.params.scaling)
+        total = None if inputs.log is None else inputs.lse
+        out = inputs.attention.launch(
+            inputs.queries, inputs.keys, inputs.values, self.ids, inputs.zones.rows, inputs.parity, inputs.params, total
         )
-        self.end(asked)
+        self.end(inputs)
         return out
 
-    def end(self, asked: SlotStep) -> None:
+    def end(self, inputs: SlotStep) -> None:
         """Stores the step's tokens, and moves tokens out of the window. Here: for an index whose summaries `step`
         has written, or that has none."""
         from kvrecall.cache.slot_kernels import tokens_kernel
 
         grid = (self.spec.slots * self.spec.shape.kv_heads,)
-        args, sizes = end_arguments(self.spec, asked)
+        args, sizes = end_arguments(self.spec, inputs)
         tokens_kernel[grid](*args.begin, *args.logs, *args.numbers, args.window, **sizes)
 
     def leave(self, slot: int, index: Index, sequence: int, tokens: int, keys: Callable[[], Tensor]) -> None:
@@ -178,13 +178,13 @@ class EndArguments:
     window: int
 
 
-def end_arguments(spec: SlotSpec, asked: SlotStep) -> tuple[EndArguments, dict[str, object]]:
+def end_arguments(spec: SlotSpec, inputs: SlotStep) -> tuple[EndArguments, dict[str, object]]:
     """Arguments and sizes, see `cache.slot_kernels.keep_token`."""
-    zones, attention, log, dim = asked.zones, asked.attention, asked.log, spec.shape.head_dim
+    zones, attention, log, dim = inputs.zones, inputs.attention, inputs.log, spec.shape.head_dim
     assert isinstance(zones, DeviceZones)
     table = attention.table
-    logs = (asked.queries, asked.lse) if log is None else (log.queries, log.lse)
-    begin = (asked.queries, asked.lse, attention.rows, zones.rows, table.pool, table.blocks)
+    logs = (inputs.queries, inputs.lse) if log is None else (log.queries, log.lse)
+    begin = (inputs.queries, inputs.lse, attention.rows, zones.rows, table.pool, table.blocks)
     numbers = (
         spec.shape.kv_heads, table.blocks.stride(0), attention.rows.shape[2], attention.front, spec.sizes.local_tokens,
         spec.sizes.update_interval,

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from kvrecall.cache.block_rows import BlockBytes
 from kvrecall.cache.blocks import BlockTable, block_size_on, block_tables
+from kvrecall.cache.zone_rows import ZoneRows
 from kvrecall.core.archive import Archive
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import lasting_tensors
-from kvrecall.index.base import BlockSource, RowSource
+from kvrecall.index.base import RowSource
 
 WIDE = 16
 """Captured decoding rounds tokens up to a multiple of this, so that summaries are read by wide loads."""
@@ -176,10 +177,10 @@ class TokenTable:
     def bind(self, sources: Sequence[RowSource]) -> None:
         """Uses the blocks of these zones, one zone per sequence, and moves existing rows there. Does nothing for zones without
         blocks."""
-        zones = [source for source in sources if isinstance(source, BlockSource)]
+        zones = [source for source in sources if isinstance(source, ZoneRows)]
         if len(zones) < len(sources):
             return
-        tables, layer = [zone.blocks_of_all_layers for zone in zones], zones[0].layer
+        tables, layer = [zone.block_table for zone in zones], zones[0].layer
         moves = layer != self._layer or tables[0].pool is not self._tables[0].pool
         moved = [self.gather(b) for b in range(len(tables))] if moves and any(self.lengths) else []
         if moves:
@@ -193,34 +194,34 @@ class TokenTable:
         size, pool = self.layout.block_size, self._tables[0].pool
         if not self._bound:
             for table, rows in zip(self._tables, self.lengths, strict=True):
-                table.reach(min(rows * self.page_tokens, tokens), tokens)
+                table.ensure_blocks(min(rows * self.page_tokens, tokens), tokens)
         missing = sum(max(0, cdiv(tokens, size) - len(table.blocks)) for table in self._tables)
-        self._give(max([pool.below(missing), *(block + 1 for table in self._tables for block in table.blocks)]))
+        self._commit(max([pool.below(missing), *(block + 1 for table in self._tables for block in table.blocks)]))
 
     def append(self, sequence: int, rows: Tensor) -> None:
         """Adds rows `[H_kv, n, width]` to one sequence."""
         start = self.lengths[sequence]
         stop = start + rows.shape[1]
         if not self._bound:
-            self._tables[sequence].reach(start * self.page_tokens, stop * self.page_tokens)
+            self._tables[sequence].ensure_blocks(start * self.page_tokens, stop * self.page_tokens)
         self.write(sequence, start, rows)
-        self._hold(sequence, stop)
+        self._set_length(sequence, stop)
 
     def write(self, sequence: int, start: int, rows: Tensor) -> None:
         """Stores rows `[H_kv, n, width]` from row `start` on in existing blocks, without counting them."""
         self.make_room(sequence)
-        for at, own in places(self.memory, self._tables[sequence].blocks, start, start + rows.shape[1]):
-            own.copy_(rows[:, at - start : at - start + own.shape[1]])
+        for at, target in places(self.memory, self._tables[sequence].blocks, start, start + rows.shape[1]):
+            target.copy_(rows[:, at - start : at - start + target.shape[1]])
 
     def make_room(self, sequence: int) -> None:
         """Allocates memory for all blocks of a sequence, including blocks without tokens yet."""
-        self._give(max(self._tables[sequence].blocks, default=-1) + 1)
+        self._commit(max(self._tables[sequence].blocks, default=-1) + 1)
 
     def truncate(self, sequence: int, rows: int) -> None:
         """Forgets everything after the first `rows` rows of one sequence."""
-        self._hold(sequence, min(rows, self.lengths[sequence]))
+        self._set_length(sequence, min(rows, self.lengths[sequence]))
         if not self._bound:
-            self._tables[sequence].trim()
+            self._tables[sequence].release_unused()
 
     def select(self, sequences: list[int]) -> TokenTable:
         """A new table whose sequence i is this table's sequence `sequences[i]` (repeats allowed); both share blocks until
@@ -259,12 +260,12 @@ class TokenTable:
         heads = torch.arange(ids.shape[0], device=ids.device).unsqueeze(1)
         return self.memory.rows[block, heads, ids % size]
 
-    def _give(self, blocks: int) -> None:
+    def _commit(self, blocks: int) -> None:
         """Gives memory to the blocks below id `blocks`."""
         if blocks:
-            self.memory.give(blocks)
+            self.memory.commit(blocks)
 
-    def _hold(self, sequence: int, rows: int) -> None:
+    def _set_length(self, sequence: int, rows: int) -> None:
         """Sets the number of rows of a sequence."""
         self.lengths[sequence] = rows
         if not self._bound:
@@ -337,8 +338,8 @@ class SequenceRows:
             return
         with lasting_tensors():
             grown = before.new_empty(before.shape[0], room, before.shape[2])
-        held = self.lengths[sequence]
-        grown[:, :held] = before[:, :held]
+        count = self.lengths[sequence]
+        grown[:, :count] = before[:, :count]
         self._rows[sequence], self._own[sequence] = grown, True
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from copy import copy
 from typing import Self, cast
 
 import torch
@@ -24,6 +23,7 @@ from kvrecall.cache.zones import ZoneLengths
 from kvrecall.core.archive import Archive
 from kvrecall.core.fp8 import as_stored
 from kvrecall.core.launch import next_power_of_2
+from kvrecall.core.per_sequence import PerSequence
 from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.base import Index, IndexConfig, LayerShape, RowSource, stack_selections
 from kvrecall.index.step import IndexStep, SlotSpec, SlotStep
@@ -36,8 +36,10 @@ _PIECE_TOKENS = 8192
 """Tokens of each slot that are scored at a time: bounds the copy that is gathered from blocks."""
 
 
-class TokenIndex(Index):
+class TokenIndex(PerSequence, Index):
     """Base of the indexes that score every token; a subclass keeps the summaries. Ties go to the lowest position."""
+
+    of_sequence = ("excluded",)
 
     def __init__(self, shape: LayerShape, config: IndexConfig) -> None:
         self._kv_heads, self._gqa = shape.kv_heads, config.gqa
@@ -57,7 +59,7 @@ class TokenIndex(Index):
     def exclude(self, sequence: int, ids: Tensor | None) -> None:
         self.excluded[sequence] = ids
 
-    def mark(self, sequence: int, prompt: bool) -> tuple[int, Tensor | None]:
+    def mark(self, sequence: int, prompt: bool = False) -> tuple[int, Tensor | None]:
         return self.lengths[sequence], self.excluded[sequence]
 
     def rewind(self, sequence: int, mark: tuple[int, Tensor | None]) -> None:
@@ -67,21 +69,55 @@ class TokenIndex(Index):
 
     def archive(self, archive: Archive, tokens: list[int]) -> None:
         """Saves or loads the excluded ids; a subclass adds its tables."""
-        for b, own in archive.each("sequence", len(tokens)):
-            self.excluded[b] = archive_excluded(own, self.excluded[b], self._kv_heads, tokens[b])
-
-    def select(self, sequences: list[int]) -> Self:
-        chosen = copy(self)
-        chosen.excluded = [self.excluded[b] for b in sequences]
-        return chosen
+        for b, part in archive.each("sequence", len(tokens)):
+            self.excluded[b] = archive_excluded(part, self.excluded[b], self._kv_heads, tokens[b])
 
     def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
         grouped = search_queries(queries, self._kv_heads, self._gqa)
-        found = []
+        selections = []
         for query, sequence in zip(grouped, sequences, strict=True):
             ranks = self.rank(query, sequence, budget.scaling)
-            found.append(best_tokens(ranks, budget.top_k, self.excluded[sequence]))
-        return stack_selections(found)
+            selections.append(best_tokens(ranks, budget.top_k, self.excluded[sequence]))
+        return stack_selections(selections)
+
+
+class TableIndex(TokenIndex):
+    """Base of the indexes whose summaries depend on a token alone: rows of tables in blocks, one row per token."""
+
+    def __init__(self, shape: LayerShape, config: IndexConfig, **tables: TokenTable) -> None:
+        """tables: by their names in saved sessions."""
+        super().__init__(shape, config)
+        self.tables = tables
+
+    @property
+    def lengths(self) -> list[int]:  # type: ignore[override]
+        return next(iter(self.tables.values())).lengths
+
+    @property
+    def nbytes(self) -> int:
+        return sum(table.nbytes for table in self.tables.values())
+
+    def bind(self, sources: Sequence[RowSource]) -> None:
+        for table in self.tables.values():
+            table.bind(sources)
+
+    def reserve(self, tokens: int) -> None:
+        for table in self.tables.values():
+            table.reserve(tokens)
+
+    def truncate(self, sequence: int, tokens: int) -> None:
+        for table in self.tables.values():
+            table.truncate(sequence, tokens)
+
+    def archive(self, archive: Archive, tokens: list[int]) -> None:
+        super().archive(archive, tokens)
+        for name, table in self.tables.items():
+            table.archive(archive, name, tokens)
+
+    def select(self, sequences: list[int]) -> Self:
+        chosen = super().select(sequences)
+        chosen.tables = {name: table.select(sequences) for name, table in self.tables.items()}
+        return chosen
 
 
 class TokenStep(IndexStep):
@@ -94,7 +130,7 @@ class TokenStep(IndexStep):
         self._kind, self._gqa = type(index), gqa
         self._memories = [table.memory for table in self.tables(index)]
         for memory in self._memories:
-            memory.give(1)  # slots without a sequence read block 0
+            memory.commit(1)  # slots without a sequence read block 0
         size, device = (spec.slots, spec.shape.kv_heads), spec.shape.device
         self.width = spec.shape.kv_heads
         self.ids = torch.full((*size, spec.top_k), -1, dtype=torch.int32, device=device)
@@ -102,9 +138,9 @@ class TokenStep(IndexStep):
         self._numbers = torch.arange(spec.tokens, device=device)
         self._heads = torch.arange(spec.shape.kv_heads, device=device).view(1, -1, 1)
 
-    @abstractmethod
     def tables(self, index: TokenIndex) -> tuple[TokenTable, ...]:
         """The tables of an index."""
+        return tuple(cast("TableIndex", index).tables.values())
 
     @abstractmethod
     def summaries(self, keys: Tensor) -> tuple[Tensor, ...]:
@@ -132,7 +168,7 @@ class TokenStep(IndexStep):
             queries.flatten(1).unflatten(1, (-1, self.spec.shape.head_dim)), self.counts.shape[1], self._gqa
         )
         blocks = self.spec.host.blocks.split(max(1, _PIECE_TOKENS // self.spec.host.block_size), 1)
-        scored = [self.scores(grouped, self._gathered(own)) for own in blocks]
+        scored = [self.scores(grouped, self._gathered(piece)) for piece in blocks]
         window = self._numbers >= zones.retrieval.view(-1, 1, 1, 1)
         logits = torch.cat(scored, -1)[..., : len(self._numbers)].masked_fill(window, float("-inf"))
         ranked = reduce_scores(logits, self._gqa, scaling)
@@ -140,23 +176,23 @@ class TokenStep(IndexStep):
         real = ranked.gather(-1, ids) > float("-inf")
         searching = fire != 0
         width = ids.shape[-1]
-        found = torch.where(real, ids, -1).to(torch.int32)
-        self.ids[..., :width] = torch.where(searching.unsqueeze(-1), found, self.ids[..., :width])
+        best = torch.where(real, ids, -1).to(torch.int32)
+        self.ids[..., :width] = torch.where(searching.unsqueeze(-1), best, self.ids[..., :width])
         self.counts.copy_(torch.where(searching, real.sum(-1, dtype=torch.int32), self.counts))
 
-    def step(self, asked: SlotStep) -> Tensor:
+    def step(self, inputs: SlotStep) -> Tensor:
         from kvrecall.cache.slot_kernels import row_kernel
 
-        assert isinstance(asked.zones, DeviceZones)
-        table = self.spec.host
-        keys = as_stored(asked.keys) if table.small else asked.keys
+        assert isinstance(inputs.zones, DeviceZones)
+        table, heads = self.spec.host, self.spec.shape.kv_heads
+        keys = as_stored(inputs.keys) if table.fp8 else inputs.keys
         for memory, new in zip(self._memories, self.summaries(keys), strict=True):
             width = memory.layout.width
-            row_kernel[(self.spec.slots * self.spec.shape.kv_heads,)](
-                new.contiguous(), memory.rows, asked.zones.rows, table.blocks, self.spec.shape.kv_heads, table.blocks.stride(0),
+            row_kernel[(self.spec.slots * heads,)](
+                new.contiguous(), memory.rows, inputs.zones.rows, table.blocks, heads, table.blocks.stride(0),
                 memory.rows.stride(0), BLOCK=table.block_size, WIDTH=width, BW=next_power_of_2(width), num_warps=1,
             )  # fmt: skip
-        return super().step(asked)
+        return super().step(inputs)
 
     def _gathered(self, blocks: Tensor) -> list[Tensor]:
         """The summaries in blocks int32 `[slots, w]`, `[slots, H_kv, w * block_size, width]` for each table."""
@@ -171,6 +207,8 @@ class TrainedIndex(TokenIndex):
 
     The tensor is never written to, only replaced.
     """
+
+    of_sequence = (*TokenIndex.of_sequence, "_trained", "_waiting")
 
     def __init__(self, shape: LayerShape, config: IndexConfig, width: int, dtype: torch.dtype) -> None:
         super().__init__(shape, config)
@@ -194,7 +232,7 @@ class TrainedIndex(TokenIndex):
 
     @property
     def nbytes(self) -> int:
-        return self._codes.nbytes + sum(held.nbytes for held in self._trained if held is not None)
+        return self._codes.nbytes + sum(trained.nbytes for trained in self._trained if trained is not None)
 
     def bind(self, sources: Sequence[RowSource]) -> None:
         self._sources = sources
@@ -224,12 +262,12 @@ class TrainedIndex(TokenIndex):
     def archive(self, archive: Archive, tokens: list[int]) -> None:
         super().archive(archive, tokens)
         lengths = self.lengths
-        for b, own in archive.each("sequence", len(tokens)):
-            held = own.optional("trained", self._trained[b], self.trained_shape, torch.float32)
-            self._trained[b] = held
-            self._waiting[b] = own.integer("waiting", self._waiting[b], most=tokens[b])
+        for b, part in archive.each("sequence", len(tokens)):
+            trained = part.optional("trained", self._trained[b], self.trained_shape, torch.float32)
+            self._trained[b] = trained
+            self._waiting[b] = part.integer("waiting", self._waiting[b], most=tokens[b])
         coded = [count - waiting for count, waiting in zip(tokens, self._waiting, strict=True)]
-        if any(count and held is None for count, held in zip(coded, self._trained, strict=True)):
+        if any(count and trained is None for count, trained in zip(coded, self._trained, strict=True)):
             archive.refuse("trained", "what the codes were made by", "none")
         assert not archive.saving or lengths == tokens
         self._codes.archive(archive, "codes", list(coded))
@@ -237,8 +275,6 @@ class TrainedIndex(TokenIndex):
     def select(self, sequences: list[int]) -> Self:
         chosen = super().select(sequences)
         chosen._codes = self._codes.select(sequences)
-        chosen._trained = [self._trained[b] for b in sequences]
-        chosen._waiting = [self._waiting[b] for b in sequences]
         return chosen
 
     def prepare(self, sequences: list[int]) -> None:
@@ -254,9 +290,9 @@ class TrainedIndex(TokenIndex):
         count = self._waiting[sequence]
         if self._trained[sequence] is None and count:
             keys = zone_rows(self._sources[sequence], 0, count)[:, :, 0].to(self._device)
-            self._trained[sequence] = held = self.train(keys)
+            self._trained[sequence] = trained = self.train(keys)
             self._waiting[sequence] = 0
-            self._codes.append(sequence, self.encode(keys, held))
+            self._codes.append(sequence, self.encode(keys, trained))
         return self._trained[sequence]
 
 
@@ -265,12 +301,12 @@ def archive_excluded(archive: Archive, ids: Tensor | None, heads: int, tokens: i
     return archive.optional("excluded", ids, (heads, None), torch.int32, least=0, below=tokens, ascending=True)
 
 
-def best_tokens(ranks: Tensor, top_k: int, barred: Tensor | None) -> tuple[Tensor, Tensor]:
+def best_tokens(ranks: Tensor, top_k: int, excluded: Tensor | None) -> tuple[Tensor, Tensor]:
     """Ids and counts, for `stack_selections`, of the best tokens by ranking scores fp32 `[H_kv, S, n]`: the union of S
     searches. barred: ids int32 `[H_kv, m]` that must not be found."""
-    if barred is not None:
-        top_k = min(top_k, ranks.shape[-1] - barred.shape[-1])
-        ranks = ranks.scatter(-1, barred.long().unsqueeze(1).expand(-1, ranks.shape[1], -1), float("-inf"))
+    if excluded is not None:
+        top_k = min(top_k, ranks.shape[-1] - excluded.shape[-1])
+        ranks = ranks.scatter(-1, excluded.long().unsqueeze(1).expand(-1, ranks.shape[1], -1), float("-inf"))
     ids = top_k_positions(ranks, top_k)
     ids = torch.where(ranks.gather(-1, ids) == float("-inf"), -1, ids)
     return union_rows(ids.to(torch.int32))

@@ -95,6 +95,6 @@ class IndexWrapper(Index):
         end = self.base.start_search(queries, budget, sequences)
         return lambda: self.finish(end(), queries, budget, sequences)
 
-    def finish(self, found: Selection, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
+    def finish(self, selection: Selection, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
         """What a search returns, from what that of `base` has found, on the device or the CPU. The rest as for `search`."""
-        return found
+        return selection

@@ -26,7 +26,7 @@ from kvrecall.core.structs import HeldSelection
 from kvrecall.fetch import Fetched
 from kvrecall.index.base import Index, LayerShape
 from kvrecall.methods.base import Method
-from kvrecall.select.queries import ObservedQueries, QueryLog
+from kvrecall.select.queries import QueryLog
 from kvrecall.static.sets import StaticSets
 from kvrecall.trigger import Trigger
 from kvrecall.trigger.segments import SegmentLog
@@ -37,7 +37,7 @@ class Mark:
     """State of a layer beside its store. rewind: restores the counters of the layer's owner."""
 
     prompt_from: list[int | None]
-    seen: list[ObservedQueries | None]
+    seen: list[Any]
     rewind: Callable[[], None]
 
 
@@ -57,7 +57,7 @@ class Reversible(ABC):
     prompt_from: list[int | None]
 
     def __init__(self) -> None:
-        self.half_built = False
+        self.incomplete = False
         """Whether an error has struck while tables of the index were written."""
         self.mark: Mark | None = None
         """While the layer is changed, what to go back to."""
@@ -66,10 +66,10 @@ class Reversible(ABC):
 
     @contextmanager
     def building_index(self) -> Iterator[None]:
-        """Marks the layer as torn while an error inside is not undone."""
-        before, self.half_built = self.half_built, True
+        """Marks the layer as incomplete while an error inside is not undone."""
+        before, self.incomplete = self.incomplete, True
         yield
-        self.half_built = before
+        self.incomplete = before
 
     @abstractmethod
     def forget(self, sequence: int) -> None:
@@ -97,10 +97,10 @@ def all_of_it(state: Reversible, rewind: Callable[[], None] = lambda: None) -> I
 
 def begin(state: Reversible, rewind: Callable[[], None]) -> None:
     """Marks the layer's present state, after making its index whole."""
-    if state.half_built:
+    if state.incomplete:
         _renew_index(state)
     state.store.mark()
-    seen = [] if state.log is None else [state.log.seen(b) for b in range(state.store.sequences)]
+    seen = [] if state.log is None else [state.log.mark(b) for b in range(state.store.sequences)]
     state.mark = Mark(list(state.prompt_from), seen, rewind)
 
 
@@ -115,7 +115,7 @@ def mend(state: Reversible) -> bool:
     if state.mark is not None:
         undo(state)
         return True
-    if state.half_built:
+    if state.incomplete:
         _renew_index(state)
     return False
 
@@ -137,11 +137,11 @@ def undo(state: Reversible) -> None:
 
 
 def _undo_index(state: Reversible) -> None:
-    """Cuts the index back to the retrieval zone. Rebuilds it if it may be torn or lacks tokens."""
+    """Cuts the index back to the retrieval zone. Rebuilds it if it may be incomplete or lacks tokens."""
     if state.index is None:
         return
     known, stored = list(state.index.lengths), [pool.length for pool in state.store.host]
-    if state.half_built or any(own < held for own, held in zip(known, stored, strict=True)):
+    if state.incomplete or any(own < held for own, held in zip(known, stored, strict=True)):
         _renew_index(state)
         return
     with state.building_index():
@@ -154,7 +154,7 @@ def _undo_index(state: Reversible) -> None:
 
 def _renew_index(state: Reversible) -> None:
     """Rebuilds the index: its tables may hold anything, but all rows are there. Static sets are chosen again, too."""
-    state.half_built = True  # until the new index is whole
+    state.incomplete = True  # until the new index is whole
     state.last_steps.forget()
     state.index = index = state.method.build_index(state.shape)
     assert index is not None
@@ -163,7 +163,7 @@ def _renew_index(state: Reversible) -> None:
     for b in range(state.store.sequences):
         state.forget(b)
     state.reindex()
-    state.half_built = False
+    state.incomplete = False
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Before:
     trigger: Any
     static: Any
     segments: Any
-    seen: ObservedQueries | None
+    seen: Any
     held: HeldSelection | None
 
     @staticmethod
@@ -189,7 +189,7 @@ class Before:
             trigger=state.trigger.mark(b),
             static=state.statics.mark(b),
             segments=None if state.segments is None else state.segments.begun(b),
-            seen=None if state.log is None else state.log.seen(b),
+            seen=None if state.log is None else state.log.mark(b),
             held=state.held.get(b),
         )
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.attend import attend_block, attend_causal, attend_rows, attend_selected, attend_zones
-from kvrecall.cache.copies import bring
+from kvrecall.cache.copies import rows_to_device
 from kvrecall.core.cuda import HostCopy, to_device
 from kvrecall.core.structs import AttentionParams, HostRows, Partial, Rows
 from kvrecall.layer.state import LayerState, of_sequences
@@ -92,7 +92,7 @@ def _step(
     asked = HostCopy(of_sequences(searching, queries)) if searching and layer.method.attends_on_host else None
     end_search = _start_search(layer, searching, queries, params)
     with layer.clock("attend"):
-        parts = [attend_rows(queries, layer.store.resident_rows(), params.scaling, params.softcap)]
+        parts = [attend_rows(queries, layer.store.resident.rows(), params.scaling, params.softcap)]
     if layer.store.on_device:
         parts += _attend_near(layer, whole, queries, params)
     else:
@@ -102,7 +102,7 @@ def _step(
         with layer.clock("search"):
             end_search()
         parts += _attend_retrieved(layer, searching, queries, asked, params)
-        layer.learn(searching)
+        layer.after_attention(searching)
     if params.sink_logits is not None:
         parts.append(sink_logits(params.sink_logits, parts[0]))
     with layer.clock("merge"):
@@ -119,7 +119,7 @@ def _attend_chunk(layer: LayerState, b: int, q: Tensor, k: Tensor, v: Tensor, pa
     # A prompt whose announced length is long is attended to from its first chunk on as its later chunks are.
     among = max(layer.store.zones(b).total + q.shape[1], layer.store.host[b].announced)
     how = params.scaling, params.softcap, among
-    with layer.store.passing(b, lambda rows: attend_block(q, rows, *how)) as past:
+    with layer.store.stream_rows(b, lambda rows: attend_block(q, rows, *how)) as past:
         own = attend_causal(q, k, v, *how)
         sinks = [] if params.sink_logits is None else [sink_logits(params.sink_logits, own)]
         return merge_in_turn([own, *sinks], past)
@@ -129,7 +129,9 @@ def _attend_zone(layer: LayerState, b: int, queries: Tensor, params: AttentionPa
     with layer.clock("attend"):
         blocks = list(layer.store.host[b].stored())
         layer.counters.sent(*blocks)
-        return [attend_block(queries, bring(block, queries.device), params.scaling, params.softcap) for block in blocks]
+        return [
+            attend_block(queries, rows_to_device(block, queries.device), params.scaling, params.softcap) for block in blocks
+        ]
 
 
 def _attend_near(layer: LayerState, whole: list[int], queries: Tensor, params: AttentionParams) -> list[Partial]:

@@ -18,7 +18,7 @@ from kvrecall.cache.layer import LayerStore
 from kvrecall.core.cuda import HostCopy
 from kvrecall.core.errors import NonFiniteError
 from kvrecall.core.launch import kernels_available
-from kvrecall.core.pieces import stretches
+from kvrecall.core.pieces import chunks
 from kvrecall.core.structs import (
     Budget,
     HeldSelection,
@@ -57,8 +57,8 @@ class LayerState(Reversible):
         super().__init__()
         self.layer, self.shape, self._observe = layer, shape, observe_queries
         size = shape.sequences, shape.kv_heads, shape.head_dim
-        near = self._belongs_near(method) if rows_on_device is None else rows_on_device
-        self.store = LayerStore(*size, shape.dtype, shape.device, method.zone_sizes(), layer, tables, near, shape.small_rows)
+        on_device = self._belongs_on_device(method) if rows_on_device is None else rows_on_device
+        self.store = LayerStore(*size, shape.dtype, shape.device, method.zone_sizes(), layer, tables, on_device, shape.fp8_rows)
         # Kernels of a GPU run behind the host's back, so wall time per stage means something only with a synchronisation.
         timed = shape.device.type == "cpu" or profile
         self.counters = Counters(shape.device, shape.host_row_bytes, timed)
@@ -70,7 +70,7 @@ class LayerState(Reversible):
         """Which sequences were given a key or value that is not finite."""
         self._adopt(method)
 
-    def _belongs_near(self, method: Method) -> bool:
+    def _belongs_on_device(self, method: Method) -> bool:
         """Whether rows that every step reads can lie in memory of the device's own."""
         return has_own_memory(self.shape.device) and not method.searches(self.layer)
 
@@ -137,7 +137,7 @@ class LayerState(Reversible):
         """Notes a prompt chunk that was attended and stored: queries `[H_q, T, D]` from position `start` on, lse `[H_q, T]`."""
         self.prompt_from[sequence] = start if (begun := self.prompt_from[sequence]) is None else max(0, begun)
         self.statics.drop(sequence)
-        self.watch(sequence, ObservedQueries(queries, lse, start))
+        self.observe_attention(sequence, ObservedQueries(queries, lse, start))
         if self.log is not None:
             self.log.add(sequence, queries, lse, start)
 
@@ -162,19 +162,19 @@ class LayerState(Reversible):
     def end_step(self, queries: Tensor, lse: Tensor, sequences: list[int]) -> None:
         """Remembers the queries `[B, H_q, 1, D]` of a decode step, with the lse `[B, H_q, 1]` of their attention."""
         for b in sequences:
-            self.watch(b, ObservedQueries(queries[b], lse[b], self.store.zones(b).total - 1), step=True)
+            self.observe_attention(b, ObservedQueries(queries[b], lse[b], self.store.zones(b).total - 1), step=True)
             if self.log is not None and self.decode_window:
                 self.log.add(b, queries[b], lse[b], self.store.zones(b).total - 1)
                 self.log.shrink(b, self.decode_window)
 
-    def watch(self, sequence: int, observed: ObservedQueries, step: bool = False) -> None:
+    def observe_attention(self, sequence: int, observed: ObservedQueries, step: bool = False) -> None:
         """Passes attention queries to the index if it observes them. step: in a decode step."""
-        if self.index is None or not self.index.watches:
+        if self.index is None or not self.index.observes_attention:
             return
         with self.clock("watch"), self.building_index():
             sink, resident = self.store.zones(sequence).sink, self.store.resident_keys(sequence)
             attended = None if not step or self.attends_whole_zone(sequence) else self.attended_ids(sequence)
-            self.index.watch(sequence, observed, resident, sink, self.scaling, attended)
+            self.index.observe_attention(sequence, observed, resident, sink, self.scaling, attended)
 
     def start_search(self, queries: Tensor, sequences: list[int], scaling: float) -> Callable[[], None]:
         """Starts searches for queries `[B, H_q, D]` in the sequences without a held selection. The function it returns ends
@@ -227,11 +227,11 @@ class LayerState(Reversible):
         """The static sets of the sequences."""
         return self.statics.rows(sequences, self.shape)
 
-    def learn(self, sequences: list[int]) -> None:
+    def after_attention(self, sequences: list[int]) -> None:
         """Lets the index store what the searches of this step learned."""
         if self.index is not None:
             with self.clock("learn"), self.building_index():
-                self.index.learn(sequences)
+                self.index.after_attention(sequences)
 
     def _addresses(self, sequences: list[int]) -> HostTable | None:
         """Where the rows of the sequences lie, if attention reads the selected ones in place (it then applies no weights)."""
@@ -342,7 +342,7 @@ class LayerState(Reversible):
         other.on_search = None  # observers of this state did not ask for the other one
         if method.at(self.layer) != self.method:
             other.shape, log = shape or other.shape, other.log
-            other.store.place(other._belongs_near(method) if rows_on_device is None else rows_on_device)
+            other.store.place(other._belongs_on_device(method) if rows_on_device is None else rows_on_device)
             other._adopt(method)
             other.prompt_from = [0] * self.store.sequences
             if log is not None and other.log is not None:
@@ -370,12 +370,12 @@ class LayerState(Reversible):
             return
         for b, pool in enumerate(self.store.host):
             self.index.reserve(pool.length)
-            for part in stretches(pool.length, self.shape.device):
+            for part in chunks(pool.length, self.shape.device):
                 with self.clock("encode"):
                     self.index.append(b, pool.keys(part.start, part.stop, self.shape.device))
             seen = None if self.log is None else self.log.seen(b)
             if seen is not None:
-                self.watch(b, seen)
+                self.observe_attention(b, seen)
 
     def copied(self, sequences: list[int], tables: list[BlockTable] | None = None) -> LayerState:
         """As `select`, with counters of its own, at zero."""
@@ -395,7 +395,7 @@ class LayerState(Reversible):
         if self.index is not None:
             other.index = self.index.select(sequences)
             other.index.bind(other.store.host)
-        other.statics = self.statics.select(sequences, other.store.host, other.index)
+        other.statics = self.statics.fork(sequences, other.store.host, other.index)
         return other
 
     def end_prompts(self, sequences: list[int], coming: int = 0) -> None:
@@ -438,7 +438,7 @@ class LayerState(Reversible):
         if (seen is None and config.observed_queries) or self.attends_whole_zone(sequence):
             return None
         offset, count = self.store.zones(sequence).sink, self.statics.count(sequence)
-        sight = Observation(seen, others, offset, self.top_k, self.scaling, count).kept()
+        sight = Observation(seen, others, offset, self.top_k, self.scaling, count).detached()
         return StaticRefresh(config, sight, tokens, self.shape, self.store.host[sequence], index)
 
 

@@ -72,6 +72,6 @@ def _report(state: LayerState) -> LayerReport:
     tokens = {name: sum(getattr(z, name) for z in zones) for name in ("sink", "retrieval", "local", "buffer")}
     summaries = 0 if state.index is None else state.index.nbytes
     rows = sum(pool.nbytes for pool in state.store.host)
-    near, host = (rows, 0) if state.store.on_device else (0, rows)
-    device = state.store.resident.nbytes + summaries + state.statics.nbytes + near
+    on_device, host = (rows, 0) if state.store.on_device else (0, rows)
+    device = state.store.resident.nbytes + summaries + state.statics.nbytes + on_device
     return LayerReport(state.layer, tokens, device, summaries, host, state.stats)

@@ -15,7 +15,7 @@ __all__ = ["HEAD_DIMS", "Method", "describe", "get", "names", "parse", "recommen
 
 
 def __getattr__(attribute: str) -> Any:
-    known = class_names()
-    if attribute not in known:
+    names_by_class = class_names()
+    if attribute not in names_by_class:
         raise AttributeError(f"module 'kvrecall.methods' has no attribute {attribute!r}")
-    return method_class(known[attribute])
+    return method_class(names_by_class[attribute])

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 from kvrecall import parts
 from kvrecall.cache.zones import ZoneSizes
 from kvrecall.core.errors import CompositionError, ParameterError, UnknownNameError
-from kvrecall.core.launch import have_numba
 from kvrecall.core.typed_fields import TypedFields
 from kvrecall.fetch import Direct, Staged
 from kvrecall.index.base import Index, IndexConfig, LayerShape
@@ -19,8 +18,7 @@ from kvrecall.index.page_means import PageMeans, PageMeansIndex
 from kvrecall.index.table import in_whole_blocks
 from kvrecall.index.wrapper import Pruning
 from kvrecall.static.choice import StaticChoice
-from kvrecall.trigger import EveryStep, FixedStride, SemanticBoundary, Trigger
-from kvrecall.trigger.speculative import Speculative
+from kvrecall.trigger import EveryStep, FixedStride, SemanticBoundary, Speculative, Trigger
 
 HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256)
 """Head sizes that every method supports and is tested with."""
@@ -79,10 +77,7 @@ class Method(TypedFields):
         if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k < self.least_top_k):
             expected = "an integer > 0" if self.least_top_k == 1 else f"an integer >= {self.least_top_k}"
             raise ParameterError("top_k", expected, self.top_k, "It is the number of tokens fetched per KV head.")
-        if not isinstance(self.full_attention_threshold, int) or self.full_attention_threshold < 0:
-            raise ParameterError(
-                "full_attention_threshold", "an integer >= 0", self.full_attention_threshold, "Use 0 to retrieve at any length."
-            )
+        self.check_integers("Use 0 to retrieve at any length.", "full_attention_threshold", least=0)
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
         if any(layer < 0 for layer in self.dense_layers):
             raise ParameterError("dense_layers", "numbers of layers, from 0 on", self.dense_layers, "Layers count from 0.")
@@ -95,19 +90,19 @@ class Method(TypedFields):
 
     def _checked_layers(self) -> tuple[tuple[int, tuple[tuple[str, Any], ...]], ...]:
         """`per_layer` as sorted pairs, which compare by value. Raises ParameterError or UnknownNameError."""
-        known = sorted({f.name for f in fields(self)} - set(SAME_IN_ALL_LAYERS))
+        allowed = sorted({f.name for f in fields(self)} - set(SAME_IN_ALL_LAYERS))
         form = "{layer: {field: value}}, layers counted from 0"
         try:
-            given = {int(layer): dict(values) for layer, values in dict(self.per_layer).items()}
+            layers = {int(layer): dict(values) for layer, values in dict(self.per_layer).items()}
         except (TypeError, ValueError):
             raise ParameterError("per_layer", form, self.per_layer, 'For example {3: {"top_k": 64}}.') from None
         checked = []
-        for layer, values in sorted(given.items()):
+        for layer, values in sorted(layers.items()):
             if layer < 0:
                 raise ParameterError("per_layer", form, layer, "Layers count from 0.")
             for name in values:
-                if name not in known:
-                    raise UnknownNameError(f"per_layer[{layer}] field", name, known)
+                if name not in allowed:
+                    raise UnknownNameError(f"per_layer[{layer}] field", name, allowed)
             try:
                 seen = replace(self, per_layer=(), **values)
             except ParameterError as error:
@@ -260,8 +255,6 @@ def _with_index(method: Method) -> None:
             raise CompositionError(
                 f"index={index} with attend=host", "weights of sampled tokens have no CPU kernel", 'Use attend="device".'
             )
-        if not have_numba():
-            raise CompositionError("attend=host", "attention on the CPU is compiled by numba", "pip install numba.")
     prune = method.prune_config()
     if prune is not None and index.weighs:
         raise CompositionError(

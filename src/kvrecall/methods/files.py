@@ -43,14 +43,14 @@ def load_method(path: str | Path, layers: int | None = None) -> Method:
     """
     path = Path(path)
     try:
-        held = MethodFile.model_validate(_parsed(path))
+        content = MethodFile.model_validate(_parsed(path))
     except ValidationError as error:
         raise InputFileError(path, first_mistake(error), _REMEDY) from None
-    if layers is not None and held.layers not in (None, layers):
-        problem = f"layers: expected a file for the model's {layers} layers, got one for {held.layers}"
+    if layers is not None and content.layers not in (None, layers):
+        problem = f"layers: expected a file for the model's {layers} layers, got one for {content.layers}"
         raise InputFileError(path, problem, "Run `kvrecall tune` with this model.")
     try:
-        return from_settings(held.method, held.settings)
+        return from_settings(content.method, content.settings)
     except KVRecallError as error:
         raise InputFileError(path, error.problem, error.remedy or _REMEDY) from None
 
@@ -60,8 +60,8 @@ def save_method(method: Method, path: str | Path, *, layers: int | None = None, 
 
     Raises OutputFileError.
     """
-    held = MethodFile(method=name_of(method), settings=settings_of(method), layers=layers, about=about or {})
-    text = json.dumps(held.model_dump(), indent=1, ensure_ascii=False) + "\n"
+    content = MethodFile(method=name_of(method), settings=settings_of(method), layers=layers, about=about or {})
+    text = json.dumps(content.model_dump(), indent=1, ensure_ascii=False) + "\n"
     write_text(path, text)
 
 

@@ -16,7 +16,7 @@ _METHODS = {
     "ctkvr": ("kvrecall.methods.ctkvr", "CTKVR"),
     "louiskv": ("kvrecall.methods.louiskv", "LouisKV"),
     "method": ("kvrecall.methods.base", "Method"),
-    "exact": ("kvrecall.methods.exact", "Exact"),
+    "exact": ("kvrecall.methods.full", "Exact"),
     "full": ("kvrecall.methods.full", "Full"),
     "arkvale": ("kvrecall.baselines.arkvale", "ArkVale"),
     "freekv": ("kvrecall.baselines.freekv", "FreeKV"),
@@ -76,10 +76,10 @@ def name_of(method: Method) -> str:
 def get(name: str, **params: Any) -> Method:
     """A method by name with some of its parameters set; raises UnknownNameError for an unknown method or parameter."""
     chosen = method_class(name)
-    known = [f.name for f in fields(chosen)]
+    allowed = [f.name for f in fields(chosen)]
     for param in params:
-        if param not in known:
-            raise UnknownNameError(f"parameter of {name}", param, known)
+        if param not in allowed:
+            raise UnknownNameError(f"parameter of {name}", param, allowed)
     return chosen(**params)
 
 

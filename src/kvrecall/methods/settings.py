@@ -17,20 +17,14 @@ _TYPES = "Types are those of the method's fields."
 
 
 def from_settings(name: str, settings: dict[str, Any]) -> Method:
-    """A method from plain values; types are checked strictly. Raises errors of `kvrecall.core.errors`.
+    """A method from plain values; types are checked strictly. Raises errors of `kvrecall.core.errors`."""
+    from pydantic import TypeAdapter, ValidationError  # slow to import
 
-    Without pydantic, only the method's own checks apply.
-    """
     chosen = method_class(name)
-    known = [f.name for f in fields(chosen)]
+    allowed = [f.name for f in fields(chosen)]
     for key in settings:
-        if key not in known:
-            raise UnknownNameError(f"parameter of {name}", key, known)
-    try:
-        from pydantic import TypeAdapter, ValidationError
-    except ModuleNotFoundError:
-        plain: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
-        return chosen(**plain)
+        if key not in allowed:
+            raise UnknownNameError(f"parameter of {name}", key, allowed)
     try:
         return TypeAdapter(chosen).validate_json(
             json.dumps({key: _plain(value) for key, value in settings.items()}), strict=True

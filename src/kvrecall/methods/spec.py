@@ -80,8 +80,8 @@ class Spec:
             return from_settings(self.name, self.settings | more)
         from kvrecall.methods.files import load_method  # pydantic is slow to import
 
-        held = load_method(Path(self.name), layers)
-        return from_settings(name_of(held), settings_of(held) | more) if more else held
+        method = load_method(Path(self.name), layers)
+        return from_settings(name_of(method), settings_of(method) | more) if more else method
 
 
 def parse(text: str) -> Spec:
@@ -100,20 +100,20 @@ def parse(text: str) -> Spec:
             raise ParameterError("method", FORM, text, "Behind @ stands a whole number of tokens from 1 on, as in pariskv@512.")
     if spec.endswith(_SUFFIXES):
         return Spec(spec, spec, budget=budget)
-    name, _, given = spec.partition(":")
-    name, found = name.strip(), {}
-    for part in filter(str.strip, given.split(";")):
+    name, _, settings = spec.partition(":")
+    name, pairs = name.strip(), {}
+    for part in filter(str.strip, settings.split(";")):
         key, value = setting(part, "method", FORM, _EXAMPLE)
-        if key in found:
+        if key in pairs:
             raise ParameterError("method", "every setting once", text, f"Remove one of the two {key}.")
-        found[key] = part.strip(), value
+        pairs[key] = part.strip(), value
     if name.lower() == RECOMMENDED_NAME:
         name = "pariskv-balanced"
-        found = {key: (f"{key}={value}", value) for key, value in RECOMMENDED_SETTINGS.items()} | found
-        spec = f"{name}:" + ";".join(part for part, _ in found.values())
-    if budget and "top_k" in found:
+        pairs = {key: (f"{key}={value}", value) for key, value in RECOMMENDED_SETTINGS.items()} | pairs
+        spec = f"{name}:" + ";".join(part for part, _ in pairs.values())
+    if budget and "top_k" in pairs:
         raise ParameterError("method", "top_k or a budget behind @, not both", text, "Remove one.")
-    return Spec(spec, name, {key: value for key, (_, value) in found.items()}, budget)
+    return Spec(spec, name, {key: value for key, (_, value) in pairs.items()}, budget)
 
 
 def recommended(**params: Any) -> Method:
@@ -144,14 +144,14 @@ def listed(text: str) -> list[str]:
     "method:index=pages:page_tokens=8,bounds=min-max@64,quest" are two methods. A text with the ending of a method file is a
     file.
     """
-    found: list[str] = []
+    methods: list[str] = []
     for part in (part.strip() for part in split_at_commas(text)):
         before_budget = part if part.endswith(_SUFFIXES) else part.rpartition("@")[0] or part
-        if found and ":" in found[-1] and _SETTING.match(part) and not before_budget.endswith(_SUFFIXES):
-            found[-1] += f",{part}"
+        if methods and ":" in methods[-1] and _SETTING.match(part) and not before_budget.endswith(_SUFFIXES):
+            methods[-1] += f",{part}"
         elif part:
-            found.append(part)
-    return found
+            methods.append(part)
+    return methods
 
 
 def check_budget(method: Method, text: str) -> None:

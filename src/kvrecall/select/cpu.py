@@ -124,7 +124,7 @@ def _kth_largest(keys, k):
 
 
 @njit(cache=True)
-def union(best, kept, out):
+def union(best, counts, out):
     """Merge of ascending id lists without repeats."""
     sets = best.shape[0]
     at = np.zeros(sets, np.int64)
@@ -132,12 +132,12 @@ def union(best, kept, out):
     while True:
         lowest = np.int64(2**62)
         for j in range(sets):
-            if at[j] < kept[j]:
+            if at[j] < counts[j]:
                 lowest = min(lowest, np.int64(best[j, at[j]]))
         if lowest == 2**62:
             return count
         out[count] = lowest
         count += 1
         for j in range(sets):
-            if at[j] < kept[j] and best[j, at[j]] == lowest:
+            if at[j] < counts[j] and best[j, at[j]] == lowest:
                 at[j] += 1

@@ -22,8 +22,8 @@ def union_rows(ids: Tensor, cut: bool = True) -> tuple[Tensor, Tensor]:
     ordered = torch.where(flat < 0, last, flat).sort(dim=-1).values
     first = torch.ones_like(ordered, dtype=torch.bool)
     first[..., 1:] = ordered[..., 1:] != ordered[..., :-1]
-    kept = torch.where(first, ordered, last).sort(dim=-1).values
-    counts = (kept != last).sum(-1)
+    unique = torch.where(first, ordered, last).sort(dim=-1).values
+    counts = (unique != last).sum(-1)
     if cut:
-        kept = kept[..., : int(counts.max()) if counts.numel() else 0]
-    return torch.where(kept == last, -1, kept).to(torch.int32), counts.to(torch.int32)
+        unique = unique[..., : int(counts.max()) if counts.numel() else 0]
+    return torch.where(unique == last, -1, unique).to(torch.int32), counts.to(torch.int32)

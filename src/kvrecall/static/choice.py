@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.launch import kernels_available
-from kvrecall.core.pieces import Work, finished, stretches
+from kvrecall.core.pieces import Work, chunks, run_all
 from kvrecall.core.structs import lasting_tensors
 from kvrecall.parts import Part
 from kvrecall.select.queries import ObservedQueries
@@ -46,7 +46,7 @@ class Observation:
     scaling: float
     count: int | None = None
 
-    def kept(self) -> Observation:
+    def detached(self) -> Observation:
         """A copy that later steps cannot change: keys that some query has seen, detached from gradients."""
         seen = self.observed
         if seen is None:
@@ -80,7 +80,7 @@ class StaticChoice(Part):
 
     def choose(self, zone: Tensor, sight: Observation) -> Tensor:
         """Runs `choosing` to its end."""
-        return finished(self.choosing(sight, zone, stretches(zone.shape[1], zone.device)))
+        return run_all(self.choosing(sight, zone, chunks(zone.shape[1], zone.device)))
 
 
 @dataclass(frozen=True)
@@ -106,12 +106,9 @@ class ObservationWindow(StaticChoice):
     def __post_init__(self) -> None:
         if self.ratio != "online" and not (isinstance(self.ratio, int | float) and 0 <= self.ratio <= 1):
             raise ParameterError("ratio", 'a share in [0, 1] or "online"', self.ratio, "The paper's constant is 0.25.")
-        for name in ("window_tokens", "interval", "page_tokens"):
-            value = getattr(self, name)
-            if (name, value) != ("interval", None) and (not isinstance(value, int) or value < 1):
-                raise ParameterError(name, "an integer >= 1", value, "The paper uses 64, 128 and 32.")
-        if not isinstance(self.pool_radius, int) or self.pool_radius < 0:
-            raise ParameterError("pool_radius", "an integer >= 0", self.pool_radius, "0 leaves the scores as they are.")
+        interval = () if self.interval is None else ("interval",)
+        self.check_integers("The paper uses 64, 128 and 32.", "window_tokens", *interval, "page_tokens")
+        self.check_integers("0 leaves the scores as they are.", "pool_radius", least=0)
         check_lead("lead_tokens", self.lead_tokens, self.interval)
 
     @property
@@ -137,7 +134,7 @@ class ObservationWindow(StaticChoice):
         with lasting_tensors():  # steps in between may write to it in another mode
             scores = torch.zeros(zone.shape[:2], dtype=torch.float32, device=zone.device)
         ends = []
-        for part in stretches(zone.shape[1], zone.device):
+        for part in chunks(zone.shape[1], zone.device):
             where = zone[:, part], offset + part.start, scaling
             _mean_shares(observed, *where, total, scores[:, part])
             if sight.count is None and self.ratio == "online":
@@ -191,14 +188,6 @@ def pooled(scores: Tensor, radius: int) -> Tensor:
     return torch.nn.functional.avg_pool1d(scores.double().unsqueeze(1), 2 * radius + 1, 1, radius).squeeze(1).float()
 
 
-def window_shares(
-    observed: ObservedQueries, zone: Tensor, others: Iterable[tuple[Tensor, int]], offset: int, scaling: float
-) -> Tensor:
-    """Attention shares fp32 `[H_kv, G, W, n]` of a short zone's keys for the observed queries; arguments: see `Observation`."""
-    total = _total([_mass(observed, zone, offset, scaling)], observed, others, scaling)
-    return _shares(observed, total, zone, offset, scaling)
-
-
 def _shares(observed: ObservedQueries, total: Tensor, keys: Tensor, start: int, scaling: float) -> Tensor:
     """Shares fp32 `[H_kv, G, W, n]` of keys for the observed queries, whose log-sum-exps are total `[H_kv, G, W]`."""
     return _logits(observed, keys, start, scaling).sub_(total.unsqueeze(-1)).exp_()
@@ -207,9 +196,9 @@ def _shares(observed: ObservedQueries, total: Tensor, keys: Tensor, start: int, 
 def _mean_shares(observed: ObservedQueries, keys: Tensor, start: int, scaling: float, total: Tensor, scores: Tensor) -> None:
     """Fills scores fp32 `[H_kv, n]` with the means of `_shares` over group and window."""
     if _by_kernels(observed, keys):
-        from kvrecall.static import cuda  # Triton takes a second to import
+        from kvrecall.static import kernels  # Triton takes a second to import
 
-        cuda.mean_shares(observed, keys, start, scaling, total, scores)
+        kernels.mean_shares(observed, keys, start, scaling, total, scores)
     else:
         scores.copy_(_shares(observed, total, keys, start, scaling).mean((1, 2)))
 
@@ -217,16 +206,16 @@ def _mean_shares(observed: ObservedQueries, keys: Tensor, start: int, scaling: f
 def _one(observed: ObservedQueries, total: Tensor, w: int) -> tuple[ObservedQueries, Tensor]:
     """Query w of the window, and its log-sum-exps; w may be -1, the last one."""
     w %= observed.queries.shape[1]
-    own = slice(w, w + 1)
-    return ObservedQueries(observed.queries[:, own], observed.lse[:, own], observed.start + w), total[:, :, own]
+    part = slice(w, w + 1)
+    return ObservedQueries(observed.queries[:, part], observed.lse[:, part], observed.start + w), total[:, :, part]
 
 
 def _mass(observed: ObservedQueries, keys: Tensor, start: int, scaling: float) -> Tensor:
     """Log-sum-exp fp32 `[H_kv, G, W]` of the observed queries' logits over keys `[H_kv, n, D]` from position `start` on."""
     if _by_kernels(observed, keys):
-        from kvrecall.static import cuda
+        from kvrecall.static import kernels
 
-        return cuda.mass(observed, keys, start, scaling)
+        return kernels.mass(observed, keys, start, scaling)
     return _logits(observed, keys, start, scaling).logsumexp(-1)
 
 

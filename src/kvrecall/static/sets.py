@@ -20,7 +20,8 @@ from torch import Tensor
 from kvrecall.cache.copies import read_keys
 from kvrecall.cache.zone_rows import ZoneRows
 from kvrecall.core.archive import Archive
-from kvrecall.core.pieces import Work, stretches
+from kvrecall.core.per_sequence import PerSequence
+from kvrecall.core.pieces import Work, chunks
 from kvrecall.core.structs import Rows, lasting_tensors, stack_rows
 from kvrecall.fetch import rows_at
 from kvrecall.index.base import Index, LayerShape
@@ -78,8 +79,8 @@ class StaticRefresh:
     @property
     def nbytes(self) -> int:
         """Device bytes of the zone's keys."""
-        shape, held = self._shape, self._tokens if self._spent and self.chosen is None else 0
-        return shape.kv_heads * held * shape.head_dim * shape.dtype.itemsize
+        shape, tokens = self._shape, self._tokens if self._spent and self.chosen is None else 0
+        return shape.kv_heads * tokens * shape.head_dim * shape.dtype.itemsize
 
     def pause(self) -> None:
         """Frees its memory. The work starts again on the next call."""
@@ -94,24 +95,24 @@ class StaticRefresh:
 
     @staticmethod
     def archived(
-        archive: Archive, made: StaticRefresh | None, config: StaticChoice, shape: LayerShape, source: ZoneRows, index: Index
+        archive: Archive, refresh: StaticRefresh | None, config: StaticChoice, shape: LayerShape, source: ZoneRows, index: Index
     ) -> StaticRefresh:
-        """One that was made, written down, or one of an archive, whose work begins anew and comes to the same."""
-        sight = made._sight if made else Observation(None, [], 0, 1, 1.0)
+        """Saves a refresh, or loads one, which starts its work again and has the same result."""
+        sight = refresh._sight if refresh else Observation(None, [], 0, 1, 1.0)
         observed = archive_observed(archive, sight.observed, (shape.query_heads, shape.head_dim))
-        tokens = archive.integer("tokens", made._tokens if made else 0, most=source.length)
+        tokens = archive.integer("tokens", refresh._tokens if refresh else 0, most=source.length)
         others: list[tuple[Tensor, int]] = []
-        for number, own in archive.each("others", archive.integer("parts", len(sight.others), most=8)):
-            keys, at = sight.others[number] if made else (None, 0)
-            keys = own.tensor("keys", keys, (shape.kv_heads, None, shape.head_dim), shape.dtype)
-            others.append((keys, own.integer("position", at)))
+        for number, part in archive.each("others", archive.integer("parts", len(sight.others), most=8)):
+            keys, at = sight.others[number] if refresh else (None, 0)
+            keys = part.tensor("keys", keys, (shape.kv_heads, None, shape.head_dim), shape.dtype)
+            others.append((keys, part.integer("position", at)))
         offset, top_k = archive.integer("offset", sight.offset), archive.integer("top_k", sight.top_k, least=1)
         scaling = archive.number("scaling", sight.scaling)
         count = archive.integer("wanted", sight.count or 0, most=tokens) if archive.has("wanted", sight.count) else None
         if observed is None and config.observed_queries:
             archive.refuse("observed", "queries that judge", "none")
-        if made is not None:
-            return made
+        if refresh is not None:
+            return refresh
         return StaticRefresh(config, Observation(observed, others, offset, top_k, scaling, count), tokens, shape, source, index)
 
     def _lacks(self, share: float) -> bool:
@@ -153,13 +154,16 @@ def _choosing(
 
 
 def _arrivals(source: ZoneRows, zone: Tensor) -> Iterator[slice]:
-    for part in stretches(zone.shape[1], zone.device):
+    for part in chunks(zone.shape[1], zone.device):
         read_keys(source, part.start, zone[:, part])
         yield part
 
 
-class StaticSets:
-    """The static set of every sequence of a layer, and the refreshes under way."""
+class StaticSets(PerSequence):
+    """The static set of every sequence of a layer, and the running refreshes. After a `rewind`, which leaves the index as it
+    is, a running refresh may have progressed; its result is the same."""
+
+    of_sequence = ("sets", "_counts", "_refreshes")
 
     def __init__(self, config: StaticChoice | None, sequences: int) -> None:
         self.config = config
@@ -205,8 +209,8 @@ class StaticSets:
 
     def grow_older(self, sequence: int, steps: int) -> None:
         """Counts decode steps."""
-        known = self.sets[sequence]
-        self.sets[sequence] = None if known is None else replace(known, age=known.age + steps)
+        chosen = self.sets[sequence]
+        self.sets[sequence] = None if chosen is None else replace(chosen, age=chosen.age + steps)
 
     def rows(self, sequences: list[int], shape: LayerShape) -> Rows:
         """The rows of several sequences as one batch."""
@@ -217,8 +221,8 @@ class StaticSets:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device of the sets and of what is under way."""
-        sets = sum(known.rows.nbytes + known.ids.nbytes for known in self.sets if known is not None)
+        """Bytes on the device of the sets and of running refreshes."""
+        sets = sum(chosen.rows.nbytes + chosen.ids.nbytes for chosen in self.sets if chosen is not None)
         return sets + sum(refresh.nbytes for refresh in self._refreshes if refresh is not None)
 
     def pause(self) -> None:
@@ -237,43 +241,33 @@ class StaticSets:
         if count:
             self._counts[sequence] = None
 
-    def mark(self, sequence: int) -> tuple[StaticSet | None, int | None, StaticRefresh | None]:
-        """State of a sequence before a step, for `rewind`."""
-        return self.sets[sequence], self._counts[sequence], self._refreshes[sequence]
-
-    def rewind(self, sequence: int, mark: tuple[StaticSet | None, int | None, StaticRefresh | None]) -> None:
-        """Restores a sequence to its state at `mark`, without its index. A running refresh may have progressed; its result is
-        the same."""
-        self.sets[sequence], self._counts[sequence], self._refreshes[sequence] = mark
-
-    def select(self, sequences: list[int], sources: list[ZoneRows], index: Index | None) -> StaticSets:
+    def fork(self, sequences: list[int], sources: list[ZoneRows], index: Index | None) -> StaticSets:
         """The sets of copies of some sequences, with their rows and their index. Running refreshes start again there."""
-        chosen = StaticSets(self.config, len(sequences))
-        chosen.sets = [self.sets[b] for b in sequences]
-        chosen._counts = [self._counts[b] for b in sequences]
-        if index is not None:
-            under_way = zip([self._refreshes[b] for b in sequences], sources, strict=True)
-            chosen._refreshes = [refresh and refresh.again(source, index) for refresh, source in under_way]
+        chosen = self.select(sequences)
+        running = zip(chosen._refreshes, sources, strict=True)
+        chosen._refreshes = [None if index is None else refresh and refresh.again(source, index) for refresh, source in running]
         return chosen
 
     def archive(self, archive: Archive, shape: LayerShape, sources: list[ZoneRows], index: Index | None) -> None:
-        """Writes down, or takes over, the sets of every sequence; see `core.archive`. What is under way begins anew."""
+        """Saves or loads the sets of every sequence; see `core.archive`. A loaded refresh starts its work again."""
         heads, dim = shape.kv_heads, shape.head_dim
-        for b, own in archive.each("static", len(self.sets)):
-            known, tokens = self.sets[b], sources[b].length
+        for b, part in archive.each("static", len(self.sets)):
+            chosen, tokens = self.sets[b], sources[b].length
             count = self._counts[b]
-            if own.has("count", count):
-                self._counts[b] = own.integer("count", count or 0, most=tokens)
-            if own.has("set", known):
-                ids = own.tensor("ids", known and known.ids, (heads, None), torch.int32, least=0, below=tokens, ascending=True)
-                rows = own.tensor("rows", known and known.rows, (heads, ids.shape[1], 2, dim), shape.dtype)
-                self.sets[b] = StaticSet(ids, rows, own.integer("age", known.age if known else 0, least=-1))
+            if part.has("count", count):
+                self._counts[b] = part.integer("count", count or 0, most=tokens)
+            if part.has("set", chosen):
+                ids = part.tensor(
+                    "ids", chosen and chosen.ids, (heads, None), torch.int32, least=0, below=tokens, ascending=True
+                )
+                rows = part.tensor("rows", chosen and chosen.rows, (heads, ids.shape[1], 2, dim), shape.dtype)
+                self.sets[b] = StaticSet(ids, rows, part.integer("age", chosen.age if chosen else 0, least=-1))
             refresh = self._refreshes[b]
-            if own.has("refresh", refresh):
+            if part.has("refresh", refresh):
                 if self.config is None or index is None:
-                    own.refuse("refresh?", "false without an index and a static set", True)
-                made = StaticRefresh.archived(own.under("refresh"), refresh, self.config, shape, sources[b], index)
-                self._refreshes[b] = made
+                    part.refuse("refresh?", "false without an index and a static set", True)
+                restored = StaticRefresh.archived(part.under("refresh"), refresh, self.config, shape, sources[b], index)
+                self._refreshes[b] = restored
 
     def _put(self, sequence: int, layer: int) -> None:
         refresh, config, first = self._refreshes[sequence], self.config, self.sets[sequence] is None

@@ -33,13 +33,13 @@ class HostBlocks:
         """Blocks with memory."""
         self.borders: set[int] = set()
         """Blocks that begin another page-locked piece; no copy may cross them."""
-        self.give(blocks if given is None else given)
+        self.commit(blocks if given is None else given)
 
-    def give(self, blocks: int) -> None:
+    def commit(self, blocks: int) -> None:
         """Gives memory to the first `blocks` blocks. Raises ParameterError if a GPU could not read them."""
         if self._region.missing(min(blocks, len(self.rows))):
             self.borders.add(self.given)
-            self._region.give(min(blocks, len(self.rows)))
+            self._region.commit(min(blocks, len(self.rows)))
             self.given = min(blocks, len(self.rows))
         if self._gpu is not None and not self._region.pinned:
             remedy = "Raise the limit of locked memory (`ulimit -l unlimited`)."
@@ -81,7 +81,7 @@ class DeviceBlocks(HostBlocks):
             size = blocks, shape.kv_heads, block_size, 2, shape.head_dim
             self.rows = torch.empty(size, dtype=shape.dtype, device=shape.device)
 
-    def give(self, blocks: int) -> None:
+    def commit(self, blocks: int) -> None:
         """Does nothing: all blocks have memory."""
 
 

@@ -122,12 +122,12 @@ class _Keys(Summaries):
         self._keys[slots // self._size, :, slots % self._size] = keys.transpose(0, 1)
 
     def search(self, queries: Tensor, tables: list[list[int]], ends: list[int], sinks: int, budget: Budget) -> Selection:
-        heads, barred, found = self._shape.kv_heads, _sink_ids(self._shape.kv_heads, sinks), []
+        heads, excluded, found = self._shape.kv_heads, _sink_ids(self._shape.kv_heads, sinks), []
         for query, table, end in zip(search_queries(queries, heads, self._gqa), tables, ends, strict=True):
             keys = self._keys[table[: cdiv(end, self._size)]].transpose(0, 1).flatten(1, 2)[:, :end]
             reduced = reduce_scores(inner_products(query, keys), self._gqa, budget.scaling)
             ranks = reduced if self._gqa == "per_head" else reduced.unsqueeze(-2)
-            found.append(best_tokens(ranks, budget.top_k, barred))
+            found.append(best_tokens(ranks, budget.top_k, excluded))
         return stack_selections(found)
 
 

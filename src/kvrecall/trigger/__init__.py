@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from kvrecall.core.archive import Archive
 from kvrecall.core.errors import ParameterError, SessionError, UnknownNameError
+from kvrecall.core.per_sequence import PerSequence
 from kvrecall.parts import Part
 
 
-class Trigger(ABC):
+class Trigger(PerSequence, ABC):
     """State of one layer, per sequence."""
 
     @abstractmethod
@@ -31,23 +32,11 @@ class Trigger(ABC):
     def forget(self, sequence: int) -> None:
         """Forgets a cropped sequence. Its next step fires."""
 
-    @abstractmethod
-    def mark(self, sequence: int) -> Any:
-        """State of the sequence before a step, for `rewind`. Later steps do not change it."""
-
-    @abstractmethod
-    def rewind(self, sequence: int, mark: Any) -> None:
-        """Restores the sequence to its state at `mark`."""
-
     def archive(self, archive: Archive, query: tuple[int, int]) -> None:
-        """Writes down, or takes over, what is known of every sequence; see `core.archive`. query: sizes (H_q, D) of a query.
-        By default raises SessionError: the trigger cannot be saved."""
+        """Saves or loads the state of every sequence; see `core.archive`. query: sizes (H_q, D) of a query. By default raises
+        SessionError: the trigger cannot be saved."""
         remedy = "Save a fork() under another method, or give the trigger a method `archive` (docs/design/sessions.md)."
         raise SessionError("trigger", "one that can be saved", type(self).__name__, remedy)
-
-    @abstractmethod
-    def select(self, sequences: list[int]) -> Self:
-        """A trigger whose sequence i is this one's `sequences[i]`; the two share nothing that either may change."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +62,7 @@ class FixedStride(Part):
     steps: int = 16
 
     def __post_init__(self) -> None:
-        if not isinstance(self.steps, int) or self.steps < 1:
-            raise ParameterError("steps", "an integer >= 1", self.steps, "1 searches at every step.")
+        self.check_integers("1 searches at every step.", "steps")
 
     def build(self, sequences: int, layer: int = 0) -> Trigger:
         return StrideTrigger(self.steps, sequences)
@@ -100,8 +88,8 @@ class SemanticBoundary(Part):
     max_stride: int | None = None
 
     def __post_init__(self) -> None:
-        given = self.threshold if isinstance(self.threshold, tuple) else (self.threshold,)
-        if not given or not all(isinstance(x, int | float) and -1 <= x <= 1 for x in given):
+        thresholds = self.threshold if isinstance(self.threshold, tuple) else (self.threshold,)
+        if not thresholds or not all(isinstance(x, int | float) and -1 <= x <= 1 for x in thresholds):
             expected = "a cosine in [-1, 1], or one per layer"
             raise ParameterError("threshold", expected, self.threshold, "`kvrecall calibrate` finds one.")
         if self.compare not in ("previous", "retrieval"):
@@ -121,8 +109,33 @@ class SemanticBoundary(Part):
         return BoundaryTrigger(self, self.at(layer), sequences)
 
 
+@dataclass(frozen=True)
+class Speculative(Part):
+    """Fires at every step; a KV head searches with the query of the step before unless its cosine with the present one,
+    averaged over the group, is below `threshold` (FreeKV: 0.8 for long inputs, 0.9 for long outputs).
+
+    The selection is FreeKV's, except that it may hold tokens that reached the retrieval zone since the step before. The time
+    it hides by searching ahead is hidden in captured decoding only: elsewhere the search runs in the step that uses it.
+    """
+
+    role: ClassVar[str] = "trigger"
+    name: ClassVar[str] = "speculative"
+    marks_segments: ClassVar[bool] = False
+
+    threshold: float = 0.8
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.threshold, int | float) or not -1 <= self.threshold <= 1:
+            raise ParameterError("threshold", "a cosine in [-1, 1]", self.threshold, "FreeKV uses 0.8 and 0.9.")
+
+    def build(self, sequences: int, layer: int = 0) -> SpeculativeTrigger:
+        return SpeculativeTrigger(self.threshold, sequences)
+
+
 class StrideTrigger(Trigger):
     """Counts steps per sequence."""
+
+    of_sequence = ("since",)
 
     def __init__(self, steps: int, sequences: int) -> None:
         self._steps, self.since = steps, [0] * sequences
@@ -137,23 +150,14 @@ class StrideTrigger(Trigger):
     def forget(self, sequence: int) -> None:
         self.since[sequence] = 0
 
-    def mark(self, sequence: int) -> int:
-        return self.since[sequence]
-
-    def rewind(self, sequence: int, mark: int) -> None:
-        self.since[sequence] = mark
-
     def archive(self, archive: Archive, query: tuple[int, int]) -> None:
         self.since = archive.integers("since", self.since, count=len(self.since))
-
-    def select(self, sequences: list[int]) -> StrideTrigger:
-        chosen = StrideTrigger(self._steps, 0)
-        chosen.since = [self.since[b] for b in sequences]
-        return chosen
 
 
 class BoundaryTrigger(Trigger):
     """Remembers the reference query of every sequence."""
+
+    of_sequence = ("reference", "since")
 
     def __init__(self, config: SemanticBoundary, threshold: float, sequences: int) -> None:
         self._config, self._threshold = config, threshold
@@ -179,22 +183,47 @@ class BoundaryTrigger(Trigger):
     def forget(self, sequence: int) -> None:
         self.reference[sequence], self.since[sequence] = None, 0
 
-    def mark(self, sequence: int) -> tuple[Tensor | None, int]:
-        return self.reference[sequence], self.since[sequence]  # the reference is immutable: it is replaced
-
-    def rewind(self, sequence: int, mark: tuple[Tensor | None, int]) -> None:
-        self.reference[sequence], self.since[sequence] = mark
-
     def archive(self, archive: Archive, query: tuple[int, int]) -> None:
         self.since = archive.integers("since", self.since, count=len(self.since))
-        for b, own in archive.each("reference", len(self.reference)):
-            self.reference[b] = own.optional("query", self.reference[b], query, torch.float32)
+        for b, part in archive.each("reference", len(self.reference)):
+            self.reference[b] = part.optional("query", self.reference[b], query, torch.float32)
 
-    def select(self, sequences: list[int]) -> BoundaryTrigger:
-        chosen = BoundaryTrigger(self._config, self._threshold, 0)
-        chosen.reference = [self.reference[b] for b in sequences]  # never written to, only replaced
-        chosen.since = [self.since[b] for b in sequences]
-        return chosen
+
+class SpeculativeTrigger(Trigger):
+    """Remembers the queries of the last two steps per sequence."""
+
+    of_sequence = ("last", "_before")
+
+    def __init__(self, threshold: float, sequences: int) -> None:
+        self._threshold = threshold
+        self.last: list[Tensor | None] = [None] * sequences
+        """The queries of each sequence's last step, `[H_q, D]`; None before the first."""
+        self._before: list[Tensor | None] = [None] * sequences
+
+    def fires(self, queries: Tensor, sequences: list[int]) -> list[bool]:
+        for query, b in zip(queries, sequences, strict=True):
+            self._before[b], self.last[b] = self.last[b], query.clone()
+        return [True] * len(sequences)
+
+    def asks(self, queries: Tensor, sequences: list[int], kv_heads: int) -> Tensor:
+        chosen = []
+        for query, b in zip(queries, sequences, strict=True):
+            before = self._before[b]
+            if before is not None:
+                now, then = (x.unflatten(0, (kv_heads, -1)) for x in (query, before))
+                turned = mean_cosine(now.float(), then.float()) < self._threshold  # [H_kv]
+                query = torch.where(turned.view(-1, 1, 1), now, then).flatten(0, 1)
+            chosen.append(query)
+        return torch.stack(chosen)
+
+    def forget(self, sequence: int) -> None:
+        self.last[sequence] = self._before[sequence] = None
+
+    def archive(self, archive: Archive, query: tuple[int, int]) -> None:
+        dtypes = torch.bfloat16, torch.float16, torch.float32
+        for b, part in archive.each("sequence", len(self.last)):
+            self.last[b] = part.optional("last", self.last[b], query, dtypes)
+            self._before[b] = part.optional("before", self._before[b], query, dtypes)
 
 
 def mean_cosine(queries: Tensor, reference: Tensor) -> Tensor:

@@ -54,11 +54,11 @@ class SegmentLog:
         self.starts[sequence] = list(begun)
 
     def archive(self, archive: Archive) -> None:
-        """Writes down, or takes over, what is known of every sequence; see `core.archive`."""
-        for b, own in archive.each("segments", len(self.starts)):
-            starts = self.starts[b] = own.integers("starts", self.starts[b])
+        """Saves or loads the segments of every sequence; see `core.archive`."""
+        for b, part in archive.each("segments", len(self.starts)):
+            starts = self.starts[b] = part.integers("starts", self.starts[b])
             if starts != sorted(set(starts)):
-                own.refuse("starts", "ascending positions", starts)
+                part.refuse("starts", "ascending positions", starts)
 
     def select(self, sequences: list[int]) -> SegmentLog:
         """A log whose sequence i is a copy of this one's `sequences[i]`."""

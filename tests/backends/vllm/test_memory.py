@@ -32,7 +32,7 @@ def test_runs_of_blocks_are_copied_at_once() -> None:
 def test_blocks_are_given_in_pieces() -> None:
     host = HostBlocks(40, SHAPE, SIZE, given=1)
     for blocks in (1, 9, 3, 64):
-        host.give(blocks)
+        host.commit(blocks)
     assert host.borders == {0, 1, 9}
     host.rows[-1] = 1
 

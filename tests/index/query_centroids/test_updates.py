@@ -44,11 +44,11 @@ def test_a_search_changes_nothing_until_it_is_learned() -> None:
     assert zone.search(query_of(1), 5) == first and candidates(zone, 1) == candidates(zone, 1)
     assert zone.lists is before and same(before, prompt(FEW, 0, 60).lists)
     beside = zone.index.select([0])  # copies share the lists until one of them learns
-    zone.index.learn([0])
+    zone.index.after_attention([0])
     assert beside._lists[0] is before and same(before, prompt(FEW, 0, 60).lists)
     assert not same(zone.lists, before)
     after = zone.lists
-    zone.index.learn([0])  # there is nothing new to learn
+    zone.index.after_attention([0])  # there is nothing new to learn
     assert zone.lists is after
 
 
@@ -61,7 +61,7 @@ def test_learned_queries_replace_the_oldest_in_turn() -> None:
         query = query_of(number)
         recalled = candidates(zone, number)
         zone.search(query, 3)
-        zone.index.learn([0])
+        zone.index.after_attention([0])
         now = zone.lists
         torch.testing.assert_close(now.queries[:, slot] * now.norms[:, slot, None], query)
         others = [c for c in range(4) if c != slot]
@@ -80,7 +80,7 @@ def test_a_learned_list_holds_the_best_of_what_was_reranked(where) -> None:
     zone = prompt(config, 0, 60)
     recalled, query = candidates(zone, 1), query_of(1)
     zone.search(query, 2)
-    zone.index.learn([0])
+    zone.index.after_attention([0])
     for h in range(KV_HEADS):
         ids = sorted(recalled[h])
         logits = query[3 * h : 3 * h + 3].double() @ zone.keys[h, ids].double().T * SCALING
@@ -96,13 +96,13 @@ def test_a_centroid_knows_what_was_excluded_when_it_was_learned() -> None:
     config = CentroidConfig(max_centroids=4, tokens_per_centroid=4, list_tokens=20, recalled_centroids=1, pool_tokens=0)
     zone = prompt(config, 0, 60)
     recalled = candidates(zone, 1)
-    barred = torch.tensor([sorted(own - {-1})[:5] for own in recalled], dtype=torch.int32)
-    zone.index.exclude(0, barred)
+    excluded = torch.tensor([sorted(own - {-1})[:5] for own in recalled], dtype=torch.int32)
+    zone.index.exclude(0, excluded)
     found = zone.search(query_of(1), 20)
-    zone.index.learn([0])
+    zone.index.after_attention([0])
     for h in range(KV_HEADS):
-        assert not set(found[h]) & set(barred[h].tolist())
-        assert set(barred[h].tolist()) <= set(zone.lists.ids[h, 0].tolist())
+        assert not set(found[h]) & set(excluded[h].tolist())
+        assert set(excluded[h].tolist()) <= set(zone.lists.ids[h, 0].tolist())
 
 
 def test_fewer_than_rho_are_padded() -> None:
@@ -111,13 +111,13 @@ def test_fewer_than_rho_are_padded() -> None:
     zone.index.truncate(0, 10)  # few are left of every list
     recalled = candidates(zone, 1)
     zone.search(query_of(1), 3)
-    zone.index.learn([0])
+    zone.index.after_attention([0])
     for h in range(KV_HEADS):
         left = sorted(recalled[h] - {-1})
         assert len(left) < 20 and zone.lists.ids[h, 0].tolist() == left + [-1] * (20 - len(left))
         assert (zone.lists.scores[h, 0, len(left) :] == float("-inf")).all()
     zone.search(query_of(1), 3)  # padded lists can be searched, and learned from
-    zone.index.learn([0])
+    zone.index.after_attention([0])
     assert torch.isfinite(zone.lists.queries).all() and not zone.lists.lse.isnan().any()
 
 
@@ -127,7 +127,7 @@ def test_a_like_query_meets_the_learned_one(update: bool) -> None:
     zone = prompt(CentroidConfig(max_centroids=4, list_tokens=6, pool_tokens=0, dynamic_update=update), 0, 60)
     before = zone.lists
     zone.search(query_of(1), 3)
-    zone.index.learn([0])
+    zone.index.after_attention([0])
     assert same(zone.lists, before) != update
     like = torch.nn.functional.normalize(query_of(1) + 0.1 * query_of(2), dim=-1)
     cosines = torch.einsum("hcd,hd->hc", zone.lists.queries, like).amax(1)
@@ -170,7 +170,7 @@ def test_no_list_names_a_token_twice(seed: int, pool: int, arrivals: list[int], 
     for number, count in enumerate(arrivals):
         zone.add(gaussian(seed + number, KV_HEADS, count, DIM))
         zone.search(query_of(number), 3)
-        zone.index.learn([0])
+        zone.index.after_attention([0])
         assert unique(zone.lists)
 
 
@@ -230,7 +230,7 @@ def test_cropped_tokens_are_never_found_again(left: int) -> None:
     zone.search(query_of(1), 4)
     zone.pool.truncate(left)
     zone.index.truncate(0, left)
-    zone.index.learn([0])  # what was searched before no longer counts
+    zone.index.after_attention([0])  # what was searched before no longer counts
     assert zone.index.lengths == [left]
     if not left:  # nothing is left of that conversation: the next prompt makes its own lists
         assert zone.index.nbytes == 0
@@ -259,12 +259,12 @@ def test_copies_go_their_own_ways() -> None:
     copies = zone.index.select([0, 0])
     copies.bind([fork(zone.pool), fork(zone.pool)])
     before, first = zone.lists, zone.search(query_of(2), 4)
-    copies.learn([0, 1])  # a copy has not searched yet
+    copies.after_attention([0, 1])  # a copy has not searched yet
     copied = copies._lists[0]
     assert copied is not None and same(copied, before)
     both = copies.search(query_of(2).expand(2, -1, -1), Budget(4, SCALING), [0, 1])
     assert both.ids[0].tolist() == both.ids[1].tolist() == first
-    copies.learn([1])
+    copies.after_attention([1])
     copies.exclude(0, torch.tensor(first, dtype=torch.int32))
     copies.truncate(1, 20)
     assert copies.lengths == [60, 20] and zone.index.lengths == [60]

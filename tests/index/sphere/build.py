@@ -83,8 +83,8 @@ def scattered(index: SphereIndex, lengths: list[int], seed: int = 0) -> None:
     order = [taken[i] for i in torch.randperm(len(taken), generator=torch.Generator().manual_seed(seed))]
     for table, count in zip(tables, counts, strict=True):
         table.blocks, order = order[:count], order[count:]
-    index.pages.give(len(taken))
-    index.pages.tensor[: index.pages.given] = 255
+    index.pages.commit(len(taken))
+    index.pages.tensor[: index.pages.committed] = 255
 
 
 def coded(
@@ -98,7 +98,7 @@ def coded(
     stop = number + keys.shape[1]
     pages = CodePages(CodeLayout(keys.shape[0], keys.shape[2], weight_dtype, norms, block_size), keys.device)
     blocks = torch.arange(-(-stop // block_size), -1, -1, dtype=torch.int32, device=keys.device)
-    pages.give(len(blocks))
+    pages.commit(len(blocks))
     pages.tensor[: len(blocks)] = 77
     encode(keys, maps, number, pages.codes, blocks, zero_norms)
     made, every = pages.gather(blocks, number, stop), pages.gather(blocks, 0, len(blocks) * block_size)

@@ -63,7 +63,7 @@ def test_ids_do_not_depend_on_the_blocks(kind: str, size: int, numba: bool) -> N
 def test_parts_lie_behind_each_other(heads: int, dim: int, size: int, weight: torch.dtype, norms: bool) -> None:
     layout = CodeLayout(heads, dim, weight, norms, size)
     pages = CodePages(layout, CPU)
-    pages.give(3)
+    pages.commit(3)
     before = 0
     for part, (width, dtype), start in zip(pages.codes.parts, layout.parts, layout.starts, strict=True):
         assert part.dtype == dtype and part.shape[1:] == (heads, size, width)
@@ -109,7 +109,7 @@ def test_a_fork_shares_code_blocks_until_one_of_both_writes(name: str) -> None:
     twin = sphere(fork)
     assert twin.pages is index.pages and pool.used == used and twin.nbytes == index.nbytes
     read(state, 30, seed=7)
-    tables = [layer.store.host[0].blocks_of_all_layers.blocks for layer in (state, fork)]
+    tables = [layer.store.host[0].block_table.blocks for layer in (state, fork)]
     length = twin.lengths[0]
     assert length % 16 and index.lengths[0] == length + 30
     whole = length // 16
@@ -137,7 +137,7 @@ def test_requests_after_one_another_find_the_memory_at_its_address(name: str) ->
     again = layer_in(pool, 2, name=name)
     index = read(again, 90, seed=3)
     assert index.pages is pages and index.pages.tensor.data_ptr() == pages.tensor.data_ptr() and pool.used == taken
-    assert {block for zone in again.store.host for block in zone.blocks_of_all_layers.blocks} == set(range(taken))
+    assert {block for zone in again.store.host for block in zone.block_table.blocks} == set(range(taken))
     alone = layer_in(BlockPool(4096), 2, name=name)
     assert same_bytes(all_bytes(read(alone, 90, seed=3)), all_bytes(index))
 
@@ -204,13 +204,13 @@ def test_a_block_that_a_crop_frees_is_used_again() -> None:
     pool = BlockPool(16)
     state = layer_in(pool)
     read(state, 150)
-    held = state.store.host[0].blocks_of_all_layers.blocks
+    held = state.store.host[0].block_table.blocks
     gone = set(held[3:])
     state.crop(0, 4 + 16 + 40)
     assert gone and not gone & set(held)
     other = layer_in(pool)
     index = read(other, 80, seed=3)
-    assert set(other.store.host[0].blocks_of_all_layers.blocks) & gone
+    assert set(other.store.host[0].block_table.blocks) & gone
     alone = layer_in(BlockPool(64))
     assert same_bytes(all_bytes(read(alone, 80, seed=3)), all_bytes(index))
     assert sphere(state).lengths == [40]
@@ -221,9 +221,9 @@ def test_reserving_asks_for_memory_at_once_and_takes_no_block() -> None:
     state = layer_in(pool, 2)
     index = sphere(state)
     index.reserve(100)
-    assert index.pages.given >= 2 * 7 and pool.used == 0 and index.nbytes == index.counts.nbytes
+    assert index.pages.committed >= 2 * 7 and pool.used == 0 and index.nbytes == index.counts.nbytes
     read(state, 90)
-    used = {block for zone in state.store.host for block in zone.blocks_of_all_layers.blocks}
+    used = {block for zone in state.store.host for block in zone.block_table.blocks}
     layout = index.config.layout(state.shape, 16)
     assert index.nbytes == len(used) * layout.block_bytes + index.counts.nbytes
     forked = state.select([0, 0, 1])

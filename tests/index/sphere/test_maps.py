@@ -86,7 +86,9 @@ def test_mean_and_spread_at_any_position_are_those_of_sampled_keys(rotary: Any, 
     assert layer.statistics is not None
     statistics = layer.statistics.keys
     cos, sin = (x.double() for x in model.rotary.cos_sin(first, SPAN))
-    expected, found = keys.mT @ keys / samples, Products.of(cos, sin).rotated(statistics.key_second, model.rotary.partner)
+    mean = statistics.key_mean
+    second = statistics.key_covariance + mean.unsqueeze(-1) * mean.unsqueeze(-2)
+    expected, found = keys.mT @ keys / samples, Products.of(cos, sin).rotated(second, model.rotary.partner)
     assert (found - expected).norm() < 3 * (2 / 4096 + 2 / samples) ** 0.5 * expected.norm()
 
 

@@ -153,7 +153,7 @@ def test_undefined_capacity_is_never_searched(numba: bool) -> None:
     clean = found_ids(search_both(index, gaussian(1, 1, 2, 64), 20))
     index.reserve(300)
     for part in index.pages.codes.parts:
-        part.view(torch.uint8)[: index.pages.given, :, 63:] = 255  # NaN where they are floats
+        part.view(torch.uint8)[: index.pages.committed, :, 63:] = 255  # NaN where they are floats
     assert found_ids(search_both(index, gaussian(1, 1, 2, 64), 20)) == clean
 
 

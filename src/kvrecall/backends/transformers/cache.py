@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from kvrecall.backends.interrupt import deferred_interrupt
-from kvrecall.backends.memory import as_before, check_device, layers_near
+from kvrecall.backends.memory import as_before, check_device, layers_on_device
 from kvrecall.backends.transformers import forward_pass, session
 from kvrecall.backends.transformers.cache_state import (
     CacheState,
@@ -370,8 +370,8 @@ class RetrievalCache(CacheState):
             layers -= sum(state.store.on_device for state in states)
         elif self.rows_on_device is None and has_own_memory(device := device or self._device()):
             dense = sum(not (method or self.method).searches(layer.number) for layer in self.retrieval_layers)
-            layers -= layers_near(rows(False), dense, room_for_rows(device))
-        return rows(self.small_rows) * layers
+            layers -= layers_on_device(rows(False), dense, room_for_rows(device))
+        return rows(self.fp8_rows) * layers
 
 
 _UNCHANGED = "The cache is unchanged."

@@ -172,7 +172,7 @@ class CacheState(Cache):
         return self.retrieval_layers[0]._valid
 
     @property
-    def small_rows(self) -> bool:
+    def fp8_rows(self) -> bool:
         """Whether rows in host memory are in eight bits."""
         return self.host_rows == "fp8"
 

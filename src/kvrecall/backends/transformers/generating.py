@@ -181,7 +181,7 @@ def shared_tokens(cache: RetrievalCache, input_ids: Tensor, whole: bool = False)
     states = [layer.state for layer in cache.retrieval_layers if layer.state is not None]
     if cache.fixed_layers():
         return 0
-    watched = any(state.index is not None and state.index.watches for state in states)
+    watched = any(state.index is not None and state.index.observes_attention for state in states)
     if whole or watched or any(state.log is not None and held > max(total, state.log.window) for state in states):
         return 0
     return common

@@ -1,10 +1,12 @@
 """An attached model: calls with a RetrievalCache retrieve; all other calls are unchanged.
 
 1. `attached` wraps the calls of the model and of the models inside it, and restores them on exit. It counts contexts per model,
-so they may overlap in any order and in any thread. 2. A call with a RetrievalCache, or with several as one (`multi_request`), is a
-forward pass (`forward_pass`). Only during such a pass the decoder's configs name our attention function (`attention`). 3. At the end
-every retrieval layer must have attended exactly once. Otherwise the pass is undone and refused. 4. `model.generate` and what it
-calls once per prompt are wrapped too (`generating`); on a GPU it replays captured steps, in place of the model's `forward`.
+   so they may overlap in any order and in any thread.
+2. A call with a RetrievalCache, or with several as one (`multi_request`), is a forward pass (`forward_pass`). Only during such
+   a pass the decoder's configs name our attention function (`attention`).
+3. At the end every retrieval layer must have attended exactly once. Otherwise the pass is undone and refused.
+4. `model.generate` and what it calls once per prompt are wrapped too (`generating`); on a GPU it replays captured steps, in
+   place of the model's `forward`.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from kvrecall.backends.interrupt import deferred_interrupt
 from kvrecall.backends.memory import MemoryPlan, all_or_nothing, check_device, explained
 from kvrecall.cache.block_rows import say_not_on_device
 from kvrecall.cache.blocks import BlockTable
-from kvrecall.cache.copies import bring
+from kvrecall.cache.copies import rows_to_device
 from kvrecall.cache.device_memory import has_own_memory, room_for_rows
 from kvrecall.core.errors import (
     CacheModelError,
@@ -106,7 +106,7 @@ class RetrievalLayer(CacheLayerMixin):
         b, heads, _, dim = keys.shape
         cache = self.running.cache
         known = self._statistics(cache, heads, dim)
-        shape = LayerShape(b, queries.shape[1], heads, dim, keys.dtype, keys.device, known, small_rows=cache.small_rows)
+        shape = LayerShape(b, queries.shape[1], heads, dim, keys.dtype, keys.device, known, fp8_rows=cache.fp8_rows)
         with explained(self.number, shape, cache.method, max(cache.reserved_tokens, keys.shape[2])):
             tables = cache.block_tables(self.number, b, keys.device)
             near = self.rows_on_device(cache, shape, keys.shape[2])
@@ -350,11 +350,11 @@ def rezoned(
         if other.index is not None:
             other.index.reserve(retrieved)
         for block in state.store.stored(b):
-            for rows in bring(block, shape.device).split(_PIECE_TOKENS, 1):
+            for rows in rows_to_device(block, shape.device).split(_PIECE_TOKENS, 1):
                 if rows.shape[1]:
                     other.absorb(b, other.store.append_chunk(b, rows[:, :, 0], rows[:, :, 1]))
         if other.log is not None and (seen := other.log.seen(b)) is not None:
-            other.watch(b, seen)
+            other.observe_attention(b, seen)
         other.prompt_from[b] = 0
     other.counters = other.counters.fresh()
     return other

@@ -60,7 +60,7 @@ class EngineState:
         self.first_blocks = 1
         """Blocks of one sequence of the longest length, and those that vLLM keeps for itself."""
         self.gives_later = False
-        """Whether the worker calls `give` for every block that is handed out."""
+        """Whether the worker calls `commit` for every block that is handed out."""
         self.layers: dict[int, DeviceLayer | PagedLayer] = {}
         """By number, for layers with pages."""
         self.impls: list[Any] = []
@@ -137,7 +137,7 @@ class EngineState:
             for impl in self.impls:
                 impl.clear(ids)
 
-    def give(self, blocks: int) -> None:
+    def commit(self, blocks: int) -> None:
         """Gives memory to the first `blocks` blocks of all layers. If the system refuses, `refused` tells how many have it,
         and the scheduler hears of it. Raises HostMemoryError or ParameterError at the start, and if it cannot hear."""
         if self.plan is None:
@@ -156,7 +156,7 @@ class EngineState:
         assert self.plan is not None
         self.plan.check(blocks - min((host.given for host in self._hosts), default=0))
         for host in self._hosts:
-            host.give(blocks)
+            host.commit(blocks)
         self._given = blocks
         if self._promise is not None:
             with suppress(OSError, SessionError):
@@ -179,7 +179,7 @@ class EngineState:
         self._hosts.clear()  # they were for a trial
         self._blocks = kv_cache_config.num_blocks
         if self.plan is not None:
-            self.give(min(self.first_blocks, self.plan.at_start))
+            self.commit(min(self.first_blocks, self.plan.at_start))
 
     def warm_up(self) -> None:
         """Does at the start what the first prompt would wait for (`warmup.py`), once per engine. The pages are allocated, and

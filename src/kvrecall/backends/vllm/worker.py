@@ -137,7 +137,7 @@ class Worker(StockWorker):
         if self._counter_writer is not None:
             self._counter_writer.passed()
         if highest is not None:
-            engine.give(highest + 1)
+            engine.commit(highest + 1)
         if engine.refused is not None:
             scheduler_output = left_out(scheduler_output, engine.refused)
         if engine.others:

@@ -24,7 +24,6 @@ from kvrecall.cache.copies import prefetch_pieces
 from kvrecall.cache.slot_zones import SlotZones
 from kvrecall.cache.zones import ZoneLengths
 from kvrecall.core.archive import Archive
-from kvrecall.core.errors import ParameterError
 from kvrecall.core.launch import cdiv, next_power_of_2, overlapping
 from kvrecall.core.structs import AttentionParams, Budget, Rows, Selection, stack_rows
 from kvrecall.index.base import Index, LayerShape, RowSource
@@ -55,8 +54,7 @@ class PageMeans(Part):
     page_tokens: int = 64
 
     def __post_init__(self) -> None:
-        if not isinstance(self.page_tokens, int) or self.page_tokens < 2:
-            raise ParameterError("page_tokens", "an integer >= 2", self.page_tokens, "The default is 64.")
+        self.check_integers("The default is 64.", "page_tokens", least=2)
 
     def nbytes(self, shape: LayerShape, tokens: int) -> int:
         """Device bytes of the means, and of the rows of an unfinished page, for a sequence of `tokens` tokens."""
@@ -83,8 +81,8 @@ class MeanRows:
 
     def at(self, sequence: int) -> MeanRows:
         """The rows of one sequence, as a batch of one."""
-        own = slice(sequence, sequence + 1)
-        return MeanRows(self.stored[own], self.lengths[own], self.biases[own])
+        part = slice(sequence, sequence + 1)
+        return MeanRows(self.stored[part], self.lengths[part], self.biases[part])
 
     def gathered(self) -> Rows:
         """Copies side by side, `[B, H_kv, pages, 2, D]`."""
@@ -140,8 +138,8 @@ class PageMeansIndex(IndexWrapper):
         super().exclude(sequence, ids)
         self._excluded[sequence] = ids
 
-    def restructure(self, sequence: int, ids: Tensor | None, made: Any) -> None:
-        super().restructure(sequence, ids, made)
+    def restructure(self, sequence: int, ids: Tensor | None, structure: Any) -> None:
+        super().restructure(sequence, ids, structure)
         self._excluded[sequence] = ids
 
     def reserve(self, tokens: int) -> None:
@@ -165,12 +163,12 @@ class PageMeansIndex(IndexWrapper):
     def archive(self, archive: Archive, tokens: list[int]) -> None:
         super().archive(archive, tokens)
         shape = self._shape
-        for b, own in archive.each("sequence", len(tokens)):
-            self._excluded[b] = archive_excluded(own, self._excluded[b], shape.kv_heads, tokens[b])
+        for b, part in archive.each("sequence", len(tokens)):
+            self._excluded[b] = archive_excluded(part, self._excluded[b], shape.kv_heads, tokens[b])
             rows = (shape.kv_heads, None, 2, shape.head_dim)
-            begun = self._begun[b] = own.tensor("begun", self._begun[b], rows, shape.dtype)
+            begun = self._begun[b] = part.tensor("begun", self._begun[b], rows, shape.dtype)
             if begun.shape[1] >= self.page_tokens or self._taken(b) > tokens[b]:
-                own.refuse("begun", f"less than {self.page_tokens} rows of {tokens[b]:,} tokens", begun.shape[1])
+                part.refuse("begun", f"less than {self.page_tokens} rows of {tokens[b]:,} tokens", begun.shape[1])
 
     def select(self, sequences: list[int]) -> PageMeansIndex:
         chosen = super().select(sequences)
@@ -184,17 +182,17 @@ class PageMeansIndex(IndexWrapper):
         for b in sequences:
             self.catch_up(b, self.lengths[b])
 
-    def finish(self, found: Selection, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
+    def finish(self, selection: Selection, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
         for b in sequences:
             self.catch_up(b, self.lengths[b])
         stored, group = [self.means.stored(b) for b in sequences], queries.shape[1] // self._shape.kv_heads
-        pairs = zip(sequences, found.ids.to(queries.device, non_blocking=True), stored, strict=True)
+        pairs = zip(sequences, selection.ids.to(queries.device, non_blocking=True), stored, strict=True)
         biases = [self._bias(b, ids, rows.count).repeat_interleave(group, 0) for b, ids, rows in pairs]
         counts = torch.tensor([rows.count for rows in stored], dtype=torch.int32, device="cpu").to(
             queries.device, non_blocking=True
         )
         real = counts.unsqueeze(1).expand(-1, self._shape.kv_heads).contiguous()
-        return replace(found, estimated=MeanRows(stored, list(real), biases))
+        return replace(selection, estimated=MeanRows(stored, list(real), biases))
 
     def slot_step(self, spec: SlotSpec) -> PageMeansStep:
         return PageMeansStep(self, spec)
@@ -294,9 +292,9 @@ class PageMeansStep(IndexStep):
         return self.base.fits(cast(PageMeansIndex, index).base, zones, room)
 
     def join(self, slot: int, index: Index, sequence: int, zones: ZoneLengths, window: Tensor, budget: int, room: int) -> None:
-        known = cast(PageMeansIndex, index)
-        self.base.join(slot, known.base, sequence, zones, window, budget, room)
-        self._joined[slot], self._counts[slot] = (known, sequence), 0
+        outer = cast(PageMeansIndex, index)
+        self.base.join(slot, outer.base, sequence, zones, window, budget, room)
+        self._joined[slot], self._counts[slot] = (outer, sequence), 0
         self.catch_up(slot, zones.retrieval)
 
     def search(self, queries: Tensor, fire: Tensor, zones: SlotZones, scaling: float) -> None:
@@ -305,8 +303,8 @@ class PageMeansStep(IndexStep):
     def search_early(self, queries: Tensor, fire: Tensor, zones: SlotZones, scaling: float) -> None:
         self.base.search_early(queries, fire, zones, scaling)
 
-    def step(self, asked: SlotStep) -> Tensor:
-        return self.base.step(asked)
+    def step(self, inputs: SlotStep) -> Tensor:
+        return self.base.step(inputs)
 
     def leave(self, slot: int, index: Index, sequence: int, tokens: int, keys: Callable[[], Tensor]) -> None:
         self.base.leave(slot, cast(PageMeansIndex, index).base, sequence, tokens, keys)

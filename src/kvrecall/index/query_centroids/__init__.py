@@ -11,7 +11,6 @@ its oldest tokens enter the lists of the centroids that rank them high enough.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -20,8 +19,9 @@ from torch import Tensor
 
 from kvrecall.core.archive import Archive
 from kvrecall.core.cuda import HostCopy
-from kvrecall.core.errors import ParameterError, UnknownNameError
-from kvrecall.core.launch import have_numba, kernels_available
+from kvrecall.core.errors import UnknownNameError
+from kvrecall.core.launch import kernels_available
+from kvrecall.core.per_sequence import PerSequence
 from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.base import Index, IndexConfig, LayerShape, RowSource, stack_selections
 from kvrecall.index.query_centroids import lists as ivf
@@ -54,10 +54,9 @@ class CentroidConfig(IndexConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("max_centroids", "tokens_per_centroid", "list_tokens", "recalled_centroids", "pool_tokens"):
-            value, least = getattr(self, name), 0 if name == "pool_tokens" else 1
-            if not isinstance(value, int) or value < least:
-                raise ParameterError(name, f"an integer >= {least}", value, "See kvrecall.parts.CentroidConfig.")
+        remedy = "See kvrecall.parts.CentroidConfig."
+        self.check_integers(remedy, "max_centroids", "tokens_per_centroid", "list_tokens", "recalled_centroids")
+        self.check_integers(remedy, "pool_tokens", least=0)
         if self.rerank not in ("host", "device"):
             raise UnknownNameError("place of the rerank", str(self.rerank), ("host", "device"))
 
@@ -82,25 +81,27 @@ class CentroidConfig(IndexConfig):
         return count * (lists + shape.query_heads * (shape.head_dim * shape.dtype.itemsize + 8))
 
 
-class Asked(NamedTuple):
-    """A search that the device has begun. arriving: waits, and returns the query `[H_q, D]` and the recalled lists, int32
+class StartedSearch(NamedTuple):
+    """A search that the device has begun. wait: waits, and returns the query `[H_q, D]` and the recalled lists, int32
     `[H_kv, C', rho]`, where they are reranked."""
 
     recalled: Recalled
-    arriving: Callable[[], list[Tensor]]
+    wait: Callable[[], list[Tensor]]
 
 
-class CentroidIndex(Index):
+class CentroidIndex(PerSequence, Index):
     """Centroids and lists of one layer."""
 
+    of_sequence = ("_lists", "_shared", "_listed", "_counts", "_excluded")
+
     def __init__(self, shape: LayerShape, config: CentroidConfig) -> None:
-        self._shape, self._config = shape, config
+        self._shape, self._config, self._on_host = shape, config, config.rerank == "host"
         self._lists: list[CentroidLists | None] = [None] * shape.sequences
         self._shared = [False] * shape.sequences  # whether a copy of this index may read the same lists
         self._listed = [0] * shape.sequences  # tokens that the lists know; every search recalls the later ones
         self._counts = [0] * shape.sequences
         self._excluded: list[Tensor | None] = [None] * shape.sequences
-        self._found: dict[int, tuple[Asked, Rerank]] = {}  # last search of each sequence, for `learn`
+        self._reranked: dict[int, tuple[StartedSearch, Rerank]] = {}  # last search of each sequence, for `after_attention`
         self._sources: Sequence[RowSource] = ()
         self._kernels = kernels_available(shape.device)
         self._scaling = shape.head_dim**-0.5
@@ -137,11 +138,11 @@ class CentroidIndex(Index):
         observed = observed.last(config.centroids(observed.start + observed.queries.shape[1]))
         if lists is not None and observed.queries.shape[1] > lists.queries.shape[1]:
             lists = None
-        made = ivf.build(observed, self._keys(sequence, 0, count), offset, config.list_tokens, self._scaling)
+        newest = ivf.build(observed, self._keys(sequence, 0, count), offset, config.list_tokens, self._scaling)
         if lists is None:
-            self._lists[sequence], self._listed[sequence], self._shared[sequence] = made, count, False
+            self._lists[sequence], self._listed[sequence], self._shared[sequence] = newest, count, False
         else:
-            self._replace_oldest(sequence, lists, made)
+            self._replace_oldest(sequence, lists, newest)
 
     def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
         return self.start_search(queries, budget, sequences)().to(queries.device)
@@ -149,24 +150,24 @@ class CentroidIndex(Index):
     def start_search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Callable[[], Selection]:
         """The device compares queries and centroids; the rest may be the host's, which then has the result."""
         self._scaling = budget.scaling
-        begun = [self._ask(q, b) for q, b in zip(queries, sequences, strict=True)]
+        begun = [self._start(q, b) for q, b in zip(queries, sequences, strict=True)]
         return lambda: stack_selections([self._rerank(q, b, budget) for q, b in zip(begun, sequences, strict=True)])
 
     def candidates(self, queries: Tensor, budget: Budget, sequences: list[int]) -> list[Tensor] | None:
         """The recalled ids; heads with fewer ids repeat their first."""
-        found = []
+        candidates = []
         for query, b in zip(queries, sequences, strict=True):
-            ids, _ = self._recalled(self._ask(query, b).arriving()[1], b, self._excluded[b])
-            found.append(torch.where(ids < 0, ids[:, :1], ids).long().unsqueeze(1).to(query.device))
-        return found
+            ids, _ = self._recalled(self._start(query, b).wait()[1], b, self._excluded[b])
+            candidates.append(torch.where(ids < 0, ids[:, :1], ids).long().unsqueeze(1).to(query.device))
+        return candidates
 
-    def learn(self, sequences: list[int]) -> None:
+    def after_attention(self, sequences: list[int]) -> None:
         """Dynamic centroid update (Algorithm 2 d)."""
         for b in sequences:
-            asked, found = self._found.pop(b, (None, None))
+            started, result = self._reranked.pop(b, (None, None))
             lists = self._lists[b]
-            if asked is not None and found is not None and lists is not None and self._config.dynamic_update:
-                self._replace_oldest(b, lists, found.as_centroid(asked.recalled))
+            if started is not None and result is not None and lists is not None and self._config.dynamic_update:
+                self._replace_oldest(b, lists, result.as_centroid(started.recalled))
 
     def exclude(self, sequence: int, ids: Tensor | None) -> None:
         self._excluded[sequence] = ids
@@ -179,45 +180,38 @@ class CentroidIndex(Index):
         self._counts[sequence] = tokens
         self._listed[sequence] = min(tokens, self._listed[sequence])
         self._excluded[sequence] = None
-        self._found.pop(sequence, None)
+        self._reranked.pop(sequence, None)
 
-    def mark(self, sequence: int, prompt: bool) -> tuple[Any, ...]:
+    def mark(self, sequence: int, prompt: bool = False) -> tuple[Any, ...]:
         """A decode step replaces one centroid in place; it is kept here. Before the end of a prompt all lists are copied."""
         lists = self._lists[sequence]
         self._shared[sequence] |= prompt
         oldest = None if lists is None or self._shared[sequence] or not self._config.dynamic_update else lists.oldest()
-        known = lists, self._shared[sequence], self._listed[sequence], self._counts[sequence], self._excluded[sequence]
-        return *known, oldest
+        return super().mark(sequence), oldest
 
     def rewind(self, sequence: int, mark: tuple[Any, ...]) -> None:
-        *known, oldest = mark
-        lists, self._shared[sequence], self._listed[sequence], self._counts[sequence], self._excluded[sequence] = known
-        self._lists[sequence] = lists
-        if oldest is not None:
+        entries, oldest = mark
+        super().rewind(sequence, entries)
+        lists = self._lists[sequence]
+        if lists is not None and oldest is not None:
             ivf.replace_oldest(lists, oldest)
-        self._found.pop(sequence, None)
+        self._reranked.pop(sequence, None)
 
     def archive(self, archive: Archive, tokens: list[int]) -> None:
         shape, count = self._shape, self._config.list_tokens
         self._counts = list(tokens)
         self._scaling = archive.number("scaling", self._scaling)
-        for b, own in archive.each("sequence", len(tokens)):
-            self._excluded[b] = archive_excluded(own, self._excluded[b], shape.kv_heads, tokens[b])
-            self._listed[b] = own.integer("listed", self._listed[b], most=tokens[b])
+        for b, part in archive.each("sequence", len(tokens)):
+            self._excluded[b] = archive_excluded(part, self._excluded[b], shape.kv_heads, tokens[b])
+            self._listed[b] = part.integer("listed", self._listed[b], most=tokens[b])
             lists = self._lists[b]
-            self._lists[b] = ivf.archive(own, lists, shape, count, tokens[b]) if own.has("lists", lists) else None
+            self._lists[b] = ivf.archive(part, lists, shape, count, tokens[b]) if part.has("lists", lists) else None
 
     def select(self, sequences: list[int]) -> CentroidIndex:
-        chosen = copy(self)
-        for name in ("_lists", "_listed", "_counts", "_excluded"):
-            setattr(chosen, name, [getattr(self, name)[b] for b in sequences])
-        self._shared, chosen._shared = [True] * len(self._shared), [True] * len(sequences)
-        chosen._found = {}
+        self._shared = [True] * len(self._shared)
+        chosen = super().select(sequences)
+        chosen._reranked = {}
         return chosen
-
-    @property
-    def _on_host(self) -> bool:
-        return self._config.rerank == "host" and have_numba()
 
     def _replace_oldest(self, sequence: int, lists: CentroidLists, newest: CentroidLists) -> None:
         lists = lists.copy() if self._shared[sequence] else lists
@@ -229,10 +223,12 @@ class CentroidIndex(Index):
         _, counts = distinct(picked, self._counts[sequence], self._counts[sequence], None)
         return float((counts.float() / (picked >= 0).flatten(1).sum(1).clamp_min(1)).mean())
 
-    def _ask(self, query: Tensor, sequence: int) -> Asked:
+    def _start(self, query: Tensor, sequence: int) -> StartedSearch:
         """Starts the search of a query `[H_q, D]`."""
         recalled = self._recall(query, sequence)
-        return Asked(recalled, HostCopy(query, recalled.picked).wait if self._on_host else lambda: [query, recalled.picked])
+        return StartedSearch(
+            recalled, HostCopy(query, recalled.picked).wait if self._on_host else lambda: [query, recalled.picked]
+        )
 
     def _recall(self, query: Tensor, sequence: int) -> Recalled:
         lists, heads = self._lists[sequence], self._shape.kv_heads
@@ -244,21 +240,21 @@ class CentroidIndex(Index):
             return recall(lists, query, heads, self._config.recalled_centroids)
         return ivf.recall(lists, query, heads, self._config.recalled_centroids)
 
-    def _rerank(self, asked: Asked, sequence: int, budget: Budget) -> tuple[Tensor, Tensor]:
-        query, picked = asked.arriving()
+    def _rerank(self, started: StartedSearch, sequence: int, budget: Budget) -> tuple[Tensor, Tensor]:
+        query, picked = started.wait()
         ids, counts = self._recalled(picked, sequence, None, cut=False)
         grouped = query.float().unflatten(0, (self._shape.kv_heads, -1))
         listed = self._config.list_tokens if self._config.dynamic_update else 0
-        source, barred = self._sources[sequence], self._excluded[sequence]
-        found = rerank(grouped, source, ids, counts, budget, self._config.gqa, self._on_host, barred, listed)
-        self._found[sequence] = asked, found
-        return found.best
+        source, excluded = self._sources[sequence], self._excluded[sequence]
+        result = rerank(grouped, source, ids, counts, budget, self._config.gqa, self._on_host, excluded, listed)
+        self._reranked[sequence] = started, result
+        return result.best
 
-    def _recalled(self, picked: Tensor, sequence: int, barred: Tensor | None, cut: bool = True) -> tuple[Tensor, Tensor]:
+    def _recalled(self, picked: Tensor, sequence: int, excluded: Tensor | None, cut: bool = True) -> tuple[Tensor, Tensor]:
         """Distinct ids of picked lists and of the pool, without barred ids; see `rerank.distinct`."""
         listed = 0 if self._lists[sequence] is None else self._listed[sequence]
-        barred = None if barred is None else barred.to(picked.device)
-        return distinct(picked, self._counts[sequence], listed, barred, cut)
+        excluded = None if excluded is None else excluded.to(picked.device)
+        return distinct(picked, self._counts[sequence], listed, excluded, cut)
 
     def _keys(self, sequence: int, start: int, stop: int) -> Tensor:
         blocks = [block[:, :, 0] for block in self._sources[sequence].blocks(start)]

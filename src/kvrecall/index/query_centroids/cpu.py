@@ -10,8 +10,6 @@ list of the query: as torch functions it would be some forty small parallel regi
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 from numba import njit, prange
@@ -21,9 +19,9 @@ from kvrecall.core.numba import (
     PARALLEL,
     as_words,
     exp_below,
-    few_threads,
     first_pieces,
     in_word_order,
+    numba_threads,
     numbers_per_word,
     places_of,
     row_bits,
@@ -42,7 +40,7 @@ MODES = {"max": 0, "max_softmax": 1, "mean_softmax": 2}
 _FAST = {"reassoc", "contract", "arcp", "nsz"}
 
 
-@few_threads()
+@numba_threads()
 def top_k_rows(scores: Tensor, k: int) -> Tensor:
     """Ascending positions int32 of the k largest of every row, ties to the lower one."""
     flat = scores.contiguous().flatten(0, -2)
@@ -52,9 +50,9 @@ def top_k_rows(scores: Tensor, k: int) -> Tensor:
     return torch.from_numpy(out).view(*scores.shape[:-1], out.shape[1])
 
 
-@few_threads()
-def distinct(lists: Tensor, tokens: int, first_always: int, barred: Tensor | None, cut: bool = True) -> tuple[Tensor, Tensor]:
-    """Union of id lists int32 `[H_kv, L, rho]` (-1: none) with all ids from `first_always` on, without `barred` `[H_kv, m]`.
+@numba_threads()
+def distinct(lists: Tensor, tokens: int, first_always: int, excluded: Tensor | None, cut: bool = True) -> tuple[Tensor, Tensor]:
+    """Union of id lists int32 `[H_kv, L, rho]` (-1: none) with all ids from `first_always` on, without `excluded` `[H_kv, m]`.
 
     Returns ascending ids int32 `[H_kv, R]`, padded with -1, and counts int32 `[H_kv]`. cut: R is the largest count; otherwise
     as many as there can be.
@@ -64,12 +62,12 @@ def distinct(lists: Tensor, tokens: int, first_always: int, barred: Tensor | Non
     out = np.empty((heads, most), np.int32)
     counts = np.zeros(heads, np.int32)
     none = np.empty((heads, 0), np.int32)
-    barred_ids = none if barred is None else barred.contiguous().numpy()
-    _distinct(lists.contiguous().numpy(), tokens, first_always, barred_ids, out, counts)
+    excluded_ids = none if excluded is None else excluded.contiguous().numpy()
+    _distinct(lists.contiguous().numpy(), tokens, first_always, excluded_ids, out, counts)
     return torch.from_numpy(out[:, : max(int(counts.max()), 0)] if cut else out), torch.from_numpy(counts)
 
 
-@few_threads()
+@numba_threads()
 def score_rows(queries: Tensor, table: HostTable, ids: Tensor, counts: Tensor) -> Tensor:
     """Exact inner products fp32 `[H_kv, G, R]` of queries fp32 `[H_kv, G, D]` with the rows of ascending ids `[H_kv, R]`.
 
@@ -80,41 +78,27 @@ def score_rows(queries: Tensor, table: HostTable, ids: Tensor, counts: Tensor) -
     return torch.from_numpy(scores)
 
 
-class Found(NamedTuple):
-    """What a rerank found.
-
-    scores: fp32 `[H_kv, G, R]`, exact inner products, -inf for padding. lse: fp32 `[H_kv, G]`, of the scores times scaling.
-    best: (ids int32 `[H_kv, K]` ascending, padded with -1; counts int32 `[H_kv]`), the selection.
-    listed: (ids int32 `[H_kv, rho]` ascending, padded with -1; fp32 `[H_kv, rho]`, padded with -inf), the ids with the largest
-    log softmax, largest over the group.
-    """
-
-    scores: Tensor
-    lse: Tensor
-    best: tuple[Tensor, Tensor]
-    listed: tuple[Tensor, Tensor]
-
-
-@few_threads()
+@numba_threads()
 def rerank(
     queries: Tensor, table: HostTable, ids: Tensor, counts: Tensor, k: int, list_tokens: int, mode: str, scaling: float,
-    barred: Tensor | None,
-) -> Found:  # fmt: skip
-    """Scores the rows of ids as `score_rows`; selects the k best ids without `barred` (ascending int `[H_kv, m]`), ranked as
-    `select.gqa.reduce_scores` does, ties to the lower id; and lists the best `list_tokens`. mode: one of `MODES`."""
+    excluded: Tensor | None,
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:  # fmt: skip
+    """(scores, lse, best, listed), see `rerank.Rerank`. Scores the rows of ids as `score_rows`; selects the k best ids without
+    `excluded` (ascending int `[H_kv, m]`), ranked as `select.gqa.reduce_scores` does, ties to the lower id; and lists the best
+    `list_tokens`. mode: one of `MODES`."""
     heads, longest = ids.shape
     scores, peaks, sums = _scratch(queries, ids)
-    best, kept = np.full((heads, min(k, longest)), -1, np.int32), np.zeros(heads, np.int32)
+    best, sizes = np.full((heads, min(k, longest)), -1, np.int32), np.zeros(heads, np.int32)
     listed, ranked = np.full((heads, list_tokens), -1, np.int32), np.full((heads, list_tokens), -np.inf, np.float32)
     lse = np.full(scores.shape[:2], -np.inf, np.float32)
-    barred_ids = np.empty((heads, 0), np.int32) if barred is None else barred.cpu().int().contiguous().numpy()
+    excluded_ids = np.empty((heads, 0), np.int32) if excluded is None else excluded.cpu().int().contiguous().numpy()
     _rerank(
-        queries.contiguous().numpy(), *_rows(table), ids.contiguous().numpy(), counts.numpy(), barred_ids, MODES[mode], scaling,
-        scores, peaks, sums, best, kept, listed, ranked, lse,
+        queries.contiguous().numpy(), *_rows(table), ids.contiguous().numpy(), counts.numpy(), excluded_ids, MODES[mode],
+        scaling, scores, peaks, sums, best, sizes, listed, ranked, lse,
     )  # fmt: skip
-    best = best[:, : int(kept.max()) if heads else 0]
-    made = [torch.from_numpy(x) for x in (scores, lse, best, kept, listed, ranked)]
-    return Found(made[0], made[1], (made[2], made[3]), (made[4], made[5]))
+    best = best[:, : int(sizes.max()) if heads else 0]
+    tensors = [torch.from_numpy(x) for x in (scores, lse, best, sizes, listed, ranked)]
+    return tensors[0], tensors[1], (tensors[2], tensors[3]), (tensors[4], tensors[5])
 
 
 def _scratch(queries: Tensor, ids: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -139,13 +123,13 @@ def _top_k_rows(scores, out):
 
 
 @njit(cache=True, parallel=PARALLEL, nogil=True)
-def _distinct(lists, tokens, first_always, barred, out, counts):
+def _distinct(lists, tokens, first_always, excluded, out, counts):
     for h in prange(lists.shape[0]):
-        counts[h] = _distinct_of(lists[h], tokens, first_always, barred[h], out[h])
+        counts[h] = _distinct_of(lists[h], tokens, first_always, excluded[h], out[h])
 
 
 @njit(cache=True, nogil=True)
-def _distinct_of(lists, tokens, first_always, barred, out):
+def _distinct_of(lists, tokens, first_always, excluded, out):
     """One head's ids from a set of bits, 64 tokens per word; returns how many there are."""
     one, every = np.uint64(1), np.uint64(0xFFFFFFFFFFFFFFFF)
     wanted = np.zeros(-(-tokens // 64), np.uint64)
@@ -158,8 +142,8 @@ def _distinct_of(lists, tokens, first_always, barred, out):
         below = np.uint64(max(0, first_always - 64 * word))  # the first word may begin before the first token
         above = np.uint64(max(0, 64 * word + 64 - tokens))  # the last one may go on behind the last token
         wanted[word] |= (every << below) & (every >> above)
-    for i in range(barred.shape[0]):
-        wanted[barred[i] >> 6] &= ~(one << np.uint64(barred[i] & 63))
+    for i in range(excluded.shape[0]):
+        wanted[excluded[i] >> 6] &= ~(one << np.uint64(excluded[i] & 63))
     at = 0
     for word in range(wanted.shape[0]):
         bits = wanted[word]
@@ -173,11 +157,11 @@ def _distinct_of(lists, tokens, first_always, barred, out):
 
 @njit(cache=True, nogil=True)
 def _rerank(
-    queries, rows, kind, scales, blocks, size, ids, counts, barred, mode, scaling, scores, peaks, sums, best, kept, listed,
+    queries, rows, kind, scales, blocks, size, ids, counts, excluded, mode, scaling, scores, peaks, sums, best, sizes, listed,
     ranked, lse,
 ):  # fmt: skip
     _score(queries, rows, kind, scales, blocks, size, ids, counts, scaling, scores, peaks, sums)
-    _choose(ids, counts, barred, mode, scaling, scores, peaks, sums, best, kept, listed, ranked, lse)
+    _choose(ids, counts, excluded, mode, scaling, scores, peaks, sums, best, sizes, listed, ranked, lse)
 
 
 @njit(cache=True, parallel=PARALLEL, nogil=True)
@@ -190,8 +174,8 @@ def _score(queries, rows, kind, scales, blocks, size, ids, counts, scaling, scor
         piece = task - begin[h]
         first, last = piece * _PIECE, min((piece + 1) * _PIECE, counts[h])
         places, scale_places = places_of(blocks, size, heads, h, ids[h, first:last], dim, kind)
-        near = in_word_order(queries[h], kind)
-        score_keys(rows, kind, places, scales, scale_places, near, _AHEAD, width, scores[h], first)
+        ordered = in_word_order(queries[h], kind)
+        score_keys(rows, kind, places, scales, scale_places, ordered, _AHEAD, width, scores[h], first)
         if last == counts[h]:
             scores[h, :, last:] = -np.inf
         for g in range(scores.shape[1]):
@@ -219,7 +203,7 @@ def _sum(numbers):
 
 
 @njit(cache=True, parallel=PARALLEL, nogil=True)
-def _choose(ids, counts, barred, mode, scaling, scores, peaks, sums, best, kept, listed, ranked, lse):
+def _choose(ids, counts, excluded, mode, scaling, scores, peaks, sums, best, sizes, listed, ranked, lse):
     """The selection and the list of every head, one task each."""
     for task in prange(2 * ids.shape[0]):
         h = task // 2
@@ -227,12 +211,12 @@ def _choose(ids, counts, barred, mode, scaling, scores, peaks, sums, best, kept,
         peak, total = _softmax_of(peaks[h], sums[h])
         if task % 2 == 0:
             ranks = _ranks(scores[h], count, peak, total, scaling, mode)
-            kept[h] = _pick(ranks, ids[h], count, barred[h], best[h])
+            sizes[h] = _pick(ranks, ids[h], count, excluded[h], best[h])
             if count:
                 lse[h] = _log_sum(peak, total)
         elif listed.shape[1]:
-            own = _log_sum(peak, total)
-            _list(scores[h], ids[h], count, own, np.float32(scaling), listed[h], ranked[h])
+            lse_of_head = _log_sum(peak, total)
+            _list(scores[h], ids[h], count, lse_of_head, np.float32(scaling), listed[h], ranked[h])
 
 
 @njit(cache=True, nogil=True)
@@ -272,18 +256,18 @@ def _ranks(scores, count, peak, total, scaling, mode):
 
 
 @njit(cache=True, nogil=True)
-def _pick(ranks, ids, count, barred, best):
+def _pick(ranks, ids, count, excluded, best):
     """The best ids that are not barred; returns how many there are."""
-    ranked, own = np.empty(count, np.float32), np.empty(count, np.int32)
+    ranked, allowed = np.empty(count, np.float32), np.empty(count, np.int32)
     at, b = 0, 0
     for i in range(count):
-        while b < barred.shape[0] and barred[b] < ids[i]:
+        while b < excluded.shape[0] and excluded[b] < ids[i]:
             b += 1
-        if b < barred.shape[0] and barred[b] == ids[i]:
+        if b < excluded.shape[0] and excluded[b] == ids[i]:
             continue
-        ranked[at], own[at] = ranks[i], ids[i]
+        ranked[at], allowed[at] = ranks[i], ids[i]
         at += 1
-    return top_k_of(ranked[:at], own[:at], best.shape[0], best)
+    return top_k_of(ranked[:at], allowed[:at], best.shape[0], best)
 
 
 @njit(cache=True, nogil=True)

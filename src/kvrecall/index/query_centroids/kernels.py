@@ -73,11 +73,11 @@ def recall_kernel(p_scores, p_lists, p_picked, C, LENGTH, NEAR, G: tl.constexpr,
     b_s = tl.full([BC], float("-inf"), tl.float32)
     for g in tl.static_range(G):
         b_s = tl.maximum(b_s, tl.load(p_scores + (i_kv * G + g) * C + o_c, mask=o_c < C, other=float("-inf")))
-    found = 0
+    nearest = 0
     for _ in range(i_n + 1):
-        found = tl.min(tl.where(b_s == tl.max(b_s, 0), o_c, C - 1), 0)  # C - 1: no comparison with nan is true
-        b_s = tl.where(o_c == found, float("-inf"), b_s)
-    p_list, p_to = p_lists + (i_kv * C + found) * LENGTH, p_picked + (i_kv * NEAR + i_n) * LENGTH
+        nearest = tl.min(tl.where(b_s == tl.max(b_s, 0), o_c, C - 1), 0)  # C - 1: no comparison with nan is true
+        b_s = tl.where(o_c == nearest, float("-inf"), b_s)
+    p_list, p_to = p_lists + (i_kv * C + nearest) * LENGTH, p_picked + (i_kv * NEAR + i_n) * LENGTH
     for first in range(0, LENGTH, BL):
         o_l = first + tl.arange(0, BL)
         tl.store(p_to + o_l, tl.load(p_list + o_l, mask=o_l < LENGTH, other=-1), mask=o_l < LENGTH)
@@ -119,22 +119,3 @@ def score_rows(queries: Tensor, table: HostTable, ids: Tensor) -> Tensor:
         BLOCK=table.block_size, D=dim, BD=next_power_of_2(dim), G=group, R=_KEYS, num_warps=4,
     )  # fmt: skip
     return out
-
-
-def distinct(lists: Tensor, tokens: int, first_always: int, barred: Tensor | None) -> tuple[Tensor, Tensor]:
-    """As `cpu.distinct`, on the device. Does not synchronise, so it has as many columns as there can be ids."""
-    heads, device = lists.shape[0], lists.device
-    most = min(tokens, lists[0].numel() + tokens - first_always)
-    wanted = torch.zeros(heads, tokens + 1, dtype=torch.bool, device=device)
-    flat = lists.flatten(1).long()
-    wanted.scatter_(1, torch.where(flat < 0, tokens, flat), True)
-    wanted[:, first_always:] = True
-    if barred is not None:
-        wanted.scatter_(1, barred.long(), False)
-    wanted[:, tokens] = False
-    place = wanted.cumsum(1, dtype=torch.int32)
-    counts = place[:, -1].contiguous()
-    ids = torch.full((heads, most + 1), -1, dtype=torch.int32, device=device)
-    every = torch.arange(tokens + 1, dtype=torch.int32, device=device).expand(heads, -1)
-    ids.scatter_(1, torch.where(wanted, place - 1, most).long(), every)  # unwanted ids all go to an extra column
-    return ids[:, :most].contiguous(), counts

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from kvrecall.core.archive import Archive
-from kvrecall.core.launch import have_numba
 from kvrecall.index.base import LayerShape
 from kvrecall.index.units import inner_products
 from kvrecall.select.queries import ObservedQueries
@@ -62,7 +61,7 @@ def build(observed: ObservedQueries, keys: Tensor, offset: int, list_tokens: int
     """
     heads, tokens, _ = keys.shape
     count = observed.queries.shape[1]
-    kept = min(list_tokens, tokens)
+    length = min(list_tokens, tokens)
     queries = observed.queries.float()
     positions = torch.arange(observed.start, observed.start + count, device=keys.device)
     norms = queries.norm(dim=-1).clamp_min(LEAST_NORM)
@@ -75,9 +74,9 @@ def build(observed: ObservedQueries, keys: Tensor, offset: int, list_tokens: int
         ranked = group_scores(queries[:, part], observed.lse[:, part], wide, scaling)
         hidden = torch.arange(offset, offset + tokens, device=keys.device) > positions[part].unsqueeze(1)
         ranked.masked_fill_(hidden, float("-inf"))
-        best = best_positions(ranked, kept)
-        ids[:, part, :kept] = best
-        scores[:, part, :kept] = ranked.gather(-1, best.long()).to(torch.bfloat16)
+        best = best_positions(ranked, length)
+        ids[:, part, :length] = best
+        scores[:, part, :length] = ranked.gather(-1, best.long()).to(torch.bfloat16)
     directions = (queries / norms.unsqueeze(-1)).to(observed.queries.dtype).contiguous()  # kernels read them as rows
     # A copy, because lists are written to and forks share the log of observed queries.
     return CentroidLists(directions, norms, observed.lse.clone(), ids, scores)
@@ -87,15 +86,15 @@ def archive(archive: Archive, lists: CentroidLists | None, shape: LayerShape, li
     """Saves or loads the lists of a sequence of `tokens` tokens."""
     heads, groups, dim = shape.kv_heads, shape.query_heads, shape.head_dim
     nothing = torch.empty(0, dtype=torch.float32, device="cpu")
-    held = lists or CentroidLists(nothing, nothing, nothing, nothing, nothing)
-    queries = archive.tensor("centroids", held.queries, (groups, None, dim), (shape.dtype, torch.float32))
+    entry = lists or CentroidLists(nothing, nothing, nothing, nothing, nothing)
+    queries = archive.tensor("centroids", entry.queries, (groups, None, dim), (shape.dtype, torch.float32))
     count = queries.shape[1]
-    norms = archive.tensor("norms", held.norms, (groups, count), torch.float32)
-    lse = archive.tensor("lse", held.lse, (groups, count), torch.float32, finite=False)
-    ids = archive.tensor("ids", held.ids, (heads, count, list_tokens), torch.int32, least=-1, below=tokens)
-    scores = archive.tensor("scores", held.scores, (heads, count, list_tokens), torch.bfloat16, finite=False)
-    head = archive.integer("head", held.head, most=max(0, count - 1))
-    return held if archive.saving else CentroidLists(queries, norms, lse, ids, scores, head)
+    norms = archive.tensor("norms", entry.norms, (groups, count), torch.float32)
+    lse = archive.tensor("lse", entry.lse, (groups, count), torch.float32, finite=False)
+    ids = archive.tensor("ids", entry.ids, (heads, count, list_tokens), torch.int32, least=-1, below=tokens)
+    scores = archive.tensor("scores", entry.scores, (heads, count, list_tokens), torch.bfloat16, finite=False)
+    head = archive.integer("head", entry.head, most=max(0, count - 1))
+    return entry if archive.saving else CentroidLists(queries, norms, lse, ids, scores, head)
 
 
 def absorb(lists: CentroidLists, keys: Tensor, first: int, scaling: float) -> CentroidLists:
@@ -123,10 +122,10 @@ def replace_oldest(lists: CentroidLists, newest: CentroidLists) -> CentroidLists
     count, arriving = lists.queries.shape[1], newest.queries.shape[1]
     before_end = min(arriving, count - lists.head)
     for name in _TENSORS:
-        own, new = getattr(lists, name), getattr(newest, name)
-        own[:, lists.head : lists.head + before_end].copy_(new[:, :before_end])
+        ring, new = getattr(lists, name), getattr(newest, name)
+        ring[:, lists.head : lists.head + before_end].copy_(new[:, :before_end])
         if before_end < arriving:
-            own[:, : arriving - before_end].copy_(new[:, before_end:])
+            ring[:, : arriving - before_end].copy_(new[:, before_end:])
     return replace(lists, head=(lists.head + arriving) % count)
 
 
@@ -189,7 +188,7 @@ def _pad_last(ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
 
 def best_positions(scores: Tensor, k: int) -> Tensor:
     """Ascending positions of the k largest, int `[..., k]`, ties to the lower one."""
-    if scores.device.type == "cpu" and have_numba():
+    if scores.device.type == "cpu":
         from kvrecall.index.query_centroids.cpu import top_k_rows
 
         return top_k_rows(scores, k)

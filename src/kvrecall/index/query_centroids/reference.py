@@ -8,20 +8,23 @@ from torch import Tensor
 from kvrecall.index.base import RowSource
 
 
-def distinct(lists: Tensor, tokens: int, first_always: int, barred: Tensor | None) -> tuple[Tensor, Tensor]:
-    """See `cpu.distinct`."""
-    heads = lists.shape[0]
-    wanted = torch.zeros(heads, tokens + 1, dtype=torch.bool, device=lists.device)
+def distinct(lists: Tensor, tokens: int, first_always: int, excluded: Tensor | None) -> tuple[Tensor, Tensor]:
+    """See `cpu.distinct`; as many columns as there can be ids, because the host does not wait for a GPU."""
+    heads, device = lists.shape[0], lists.device
+    most = min(tokens, lists[0].numel() + tokens - first_always)
+    wanted = torch.zeros(heads, tokens + 1, dtype=torch.bool, device=device)
     flat = lists.flatten(1).long()
     wanted.scatter_(1, torch.where(flat < 0, tokens, flat), True)
     wanted[:, first_always:] = True
-    if barred is not None:
-        wanted.scatter_(1, barred.long(), False)
-    wanted = wanted[:, :tokens]
-    counts = wanted.sum(1)
-    order = torch.sort(wanted.int(), dim=1, descending=True, stable=True).indices[:, : int(counts.max()) if heads else 0]
-    real = torch.arange(order.shape[1], device=order.device) < counts.unsqueeze(1)
-    return torch.where(real, order, -1).to(torch.int32), counts.to(torch.int32)
+    if excluded is not None:
+        wanted.scatter_(1, excluded.long(), False)
+    wanted[:, tokens] = False
+    place = wanted.cumsum(1, dtype=torch.int32)
+    counts = place[:, -1].contiguous()
+    ids = torch.full((heads, most + 1), -1, dtype=torch.int32, device=device)
+    every = torch.arange(tokens + 1, dtype=torch.int32, device=device).expand(heads, -1)
+    ids.scatter_(1, torch.where(wanted, place - 1, most).long(), every)  # unwanted ids all go to an extra column
+    return ids[:, :most].contiguous(), counts
 
 
 def score_rows(queries: Tensor, source: RowSource, ids: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.core.cuda import to_device
-from kvrecall.core.launch import have_numba, kernels_available
+from kvrecall.core.launch import kernels_available
 from kvrecall.core.structs import Budget
 from kvrecall.index.base import RowSource
 from kvrecall.index.query_centroids import reference
@@ -19,14 +19,14 @@ from kvrecall.select.topk import union_rows
 
 @dataclass(frozen=True)
 class Rerank:
-    """ids: int32 `[H_kv, R]`, the recalled ids, padded with -1. scores: fp32 `[H_kv, G, R]`, exact inner products, -inf for
-    padding. lse: fp32 `[H_kv, G]`, log-sum-exp of the logits.
+    """scores: fp32 `[H_kv, G, R]`, exact inner products of the recalled ids, -inf for padding. lse: fp32 `[H_kv, G]`,
+    log-sum-exp of the logits.
 
-    best: (ids int32 `[H_kv, K]` ascending, padded; counts int32 `[H_kv]`), the selection. listed: (ids int32 `[H_kv, rho]`
-    ascending, padded; their largest log share of the group, fp32 `[H_kv, rho]`, padded with -inf), what a centroid would list.
+    best: (ids int32 `[H_kv, K]` ascending, padded with -1; counts int32 `[H_kv]`), the selection. listed: (ids int32
+    `[H_kv, rho]` ascending, padded; their largest log share of the group, fp32 `[H_kv, rho]`, padded with -inf), what a
+    centroid would list.
     """
 
-    ids: Tensor
     scores: Tensor
     lse: Tensor
     best: tuple[Tensor, Tensor]
@@ -42,26 +42,22 @@ class Rerank:
         )
 
 
-def distinct(lists: Tensor, tokens: int, first_always: int, barred: Tensor | None, cut: bool = True) -> tuple[Tensor, Tensor]:
-    """Union of id lists int32 `[H_kv, L, rho]` (-1: none) with all ids from `first_always` on, without `barred` `[H_kv, m]`.
+def distinct(lists: Tensor, tokens: int, first_always: int, excluded: Tensor | None, cut: bool = True) -> tuple[Tensor, Tensor]:
+    """Union of id lists int32 `[H_kv, L, rho]` (-1: none) with all ids from `first_always` on, without `excluded` `[H_kv, m]`.
 
     Returns ascending ids int32 `[H_kv, R]`, padded with -1, and counts int32 `[H_kv]`, on the lists' device. cut: on the CPU, R
     is the largest count; otherwise R may be larger.
     """
-    if lists.device.type == "cpu" and have_numba():
+    if lists.device.type == "cpu":
         from kvrecall.index.query_centroids import cpu
 
-        return cpu.distinct(lists, tokens, first_always, barred, cut)
-    if kernels_available(lists.device):
-        from kvrecall.index.query_centroids import kernels
-
-        return kernels.distinct(lists, tokens, first_always, barred)
-    return reference.distinct(lists, tokens, first_always, barred)
+        return cpu.distinct(lists, tokens, first_always, excluded, cut)
+    return reference.distinct(lists, tokens, first_always, excluded)
 
 
 def rerank(
     queries: Tensor, source: RowSource, ids: Tensor, counts: Tensor, budget: Budget, mode: str, on_host: bool,
-    barred: Tensor | None = None, list_tokens: int = 0,
+    excluded: Tensor | None = None, list_tokens: int = 0,
 ) -> Rerank:  # fmt: skip
     """Scores the recalled keys exactly and keeps the best. queries: fp32 `[H_kv, G, D]`; ids `[H_kv, R]`, counts `[H_kv]`, all
     on one device, the result as well.
@@ -75,8 +71,8 @@ def rerank(
         from kvrecall.index.query_centroids import cpu
 
         if mode in cpu.MODES:
-            found = cpu.rerank(queries, table, ids, counts, budget.top_k, list_tokens, mode, budget.scaling, barred)
-            return Rerank(ids, found.scores, found.lse, found.best, found.listed)
+            result = cpu.rerank(queries, table, ids, counts, budget.top_k, list_tokens, mode, budget.scaling, excluded)
+            return Rerank(*result)
         scores = cpu.score_rows(queries, table, ids, counts)
     elif kernels_available(device) and (table := source.table(device)) is not None:
         from kvrecall.index.query_centroids import kernels
@@ -87,8 +83,8 @@ def rerank(
     scores = scores.masked_fill((ids < 0).unsqueeze(1), float("-inf"))
     ranked = reduce_scores(scores, mode, budget.scaling)
     ranked = ranked if mode == "per_head" else ranked.unsqueeze(1)
-    if barred is not None:
-        ranked = ranked.masked_fill(_among(ids, barred.to(ids.device)).unsqueeze(1), float("-inf"))
+    if excluded is not None:
+        ranked = ranked.masked_fill(_among(ids, excluded.to(ids.device)).unsqueeze(1), float("-inf"))
     place = best_positions(ranked, budget.top_k).long()
     picked = ids.unsqueeze(1).expand(-1, ranked.shape[1], -1).gather(-1, place)
     picked = picked.masked_fill(ranked.gather(-1, place) == float("-inf"), -1)
@@ -96,7 +92,7 @@ def rerank(
     best = union_rows(picked, cut=ids.device.type == "cpu")
     lse = torch.logsumexp(scores * budget.scaling, -1)
     listed = _listed(ids, scores, lse, list_tokens, budget.scaling)
-    return Rerank(ids, scores, lse, best, listed)
+    return Rerank(scores, lse, best, listed)
 
 
 def _listed(ids: Tensor, scores: Tensor, lse: Tensor, list_tokens: int, scaling: float) -> tuple[Tensor, Tensor]:
@@ -108,7 +104,7 @@ def _listed(ids: Tensor, scores: Tensor, lse: Tensor, list_tokens: int, scaling:
     return ids, torch.nn.functional.pad(ranked.gather(1, place), (0, missing), value=float("-inf"))
 
 
-def _among(ids: Tensor, barred: Tensor) -> Tensor:
-    """bool `[H_kv, R]`: whether each id is among the ascending `barred` `[H_kv, m]`."""
-    place = torch.searchsorted(barred.contiguous(), ids.contiguous()).clamp_max(barred.shape[1] - 1)
-    return barred.gather(1, place) == ids
+def _among(ids: Tensor, excluded: Tensor) -> Tensor:
+    """bool `[H_kv, R]`: whether each id is among the ascending `excluded` `[H_kv, m]`."""
+    place = torch.searchsorted(excluded.contiguous(), ids.contiguous()).clamp_max(excluded.shape[1] - 1)
+    return excluded.gather(1, place) == ids

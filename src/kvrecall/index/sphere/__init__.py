@@ -11,12 +11,13 @@ from torch import Tensor
 
 from kvrecall.cache.blocks import block_tables, stacked
 from kvrecall.cache.slot_zones import ZonePlan
+from kvrecall.cache.zone_rows import ZoneRows
 from kvrecall.cache.zones import ZoneSizes
 from kvrecall.core.archive import Archive
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.launch import cdiv, kernels_available
 from kvrecall.core.structs import Budget, Selection, lasting_tensors
-from kvrecall.index.base import BlockSource, Index, LayerShape, RowSource, stack_selections
+from kvrecall.index.base import Index, LayerShape, RowSource, stack_selections
 from kvrecall.index.sphere import reference
 from kvrecall.index.sphere.codes import BLOCK, CENTROIDS, MAGNITUDE_BYTES, Codes, encode
 from kvrecall.index.sphere.config import STAGE_ONE, SphereConfig
@@ -116,9 +117,9 @@ class SphereIndex(Index):
         return self.config.layout(self._shape, self._tables[0].pool.block_size)
 
     def bind(self, sources: Sequence[RowSource]) -> None:
-        zones = [source for source in sources if isinstance(source, BlockSource)]
+        zones = [source for source in sources if isinstance(source, ZoneRows)]
         assert len(zones) == len(sources), "codes lie in the blocks of their rows"
-        tables, layer = [zone.blocks_of_all_layers for zone in zones], zones[0].layer
+        tables, layer = [zone.block_table for zone in zones], zones[0].layer
         if not self._bound or tables[0].pool is not self._tables[0].pool:
             assert not any(self._lengths), "codes lie in blocks of another pool"
             self._pages = None
@@ -129,15 +130,15 @@ class SphereIndex(Index):
         size, pool = self._layout.block_size, self._tables[0].pool
         if not self._bound:
             for table, length in zip(self._tables, self._lengths, strict=True):
-                table.reach(min(length, tokens), tokens)
+                table.ensure_blocks(min(length, tokens), tokens)
         missing = sum(max(0, cdiv(tokens, size) - len(table.blocks)) for table in self._tables)
-        self._give(max([pool.below(missing), *(block + 1 for table in self._tables for block in table.blocks)]))
+        self._commit(max([pool.below(missing), *(block + 1 for table in self._tables for block in table.blocks)]))
 
     def append(self, sequence: int, keys: Tensor) -> None:
         before = self._lengths[sequence]
         after = before + keys.shape[1]
         if not self._bound:
-            self._tables[sequence].reach(before, after)
+            self._tables[sequence].ensure_blocks(before, after)
         for start in range(before, after, _ENCODE_TOKENS):
             stop = min(after, start + _ENCODE_TOKENS)
             self.encode_ahead(sequence, keys[:, start - before : stop - before], start)
@@ -147,7 +148,7 @@ class SphereIndex(Index):
         """Writes codes of keys `[H_kv, n, D]` for the tokens from `first` on, without counting them as indexed."""
         stop, zero_norms, table = first + keys.shape[1], self.zero_norms[sequence], self._tables[sequence]
         assert stop <= len(table.blocks) * self._layout.block_size, "rows are stored before their keys are appended"
-        self._give(max(table.blocks, default=-1) + 1)
+        self._commit(max(table.blocks, default=-1) + 1)
         if self._kernels and not self._numba:
             from kvrecall.index.sphere.kernels import encode as kernels
 
@@ -159,17 +160,17 @@ class SphereIndex(Index):
                 row.copy_(part[:, start - first : start - first + row.shape[1]])
         zero_norms |= (codes.weights == 0).all(-1).any(-1)
 
-    def _give(self, blocks: int) -> None:
+    def _commit(self, blocks: int) -> None:
         """Gives memory to the blocks below id `blocks`."""
         if blocks:
-            self.pages.give(blocks)
+            self.pages.commit(blocks)
 
     def truncate(self, sequence: int, tokens: int) -> None:
         before = self._lengths[sequence]
         self.add_counts(self.counts[sequence], sequence, min(tokens, before), before, -1)
-        self._hold(sequence, min(tokens, before))
+        self._set_length(sequence, min(tokens, before))
         if not self._bound:
-            self._tables[sequence].trim()
+            self._tables[sequence].release_unused()
 
     def mark(self, sequence: int, prompt: bool) -> tuple[int, Tensor | None]:
         return self._lengths[sequence], self._excluded[sequence]
@@ -179,7 +180,7 @@ class SphereIndex(Index):
         self.truncate(sequence, tokens)
         self.exclude(sequence, excluded)
 
-    def _hold(self, sequence: int, tokens: int) -> None:
+    def _set_length(self, sequence: int, tokens: int) -> None:
         """Sets the number of tokens of a sequence."""
         self._lengths[sequence] = tokens
         if not self._bound:
@@ -222,7 +223,7 @@ class SphereIndex(Index):
     def extend(self, sequence: int, tokens: int) -> None:
         """Counts codes that are already written, up to `tokens` in all, as indexed."""
         self.add_counts(self.counts[sequence], sequence, self._lengths[sequence], tokens, 1)
-        self._hold(sequence, tokens)
+        self._set_length(sequence, tokens)
 
     def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
         config = self.config

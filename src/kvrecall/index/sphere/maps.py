@@ -68,7 +68,7 @@ class Maps:
         """The maps of a layer, shared by its indexes of one kind. A plain rotation does not depend on the layer: there is one
         per size, seed and device."""
         statistics = shape.statistics if config.needs_statistics else None
-        kind, held = Maps.kind(shape, config), _rotations if statistics is None else statistics.made
+        kind, held = Maps.kind(shape, config), _rotations if statistics is None else statistics.derived
         made = held.get(kind)
         if made is None:
             made = Maps(statistics, shape, center=config.center, balance=config.balance, seed=config.seed)
@@ -105,7 +105,7 @@ class Maps:
                     statistics.rotary,
                     cos_sin_table(statistics.rotary, shape.zone_start, shape.device),
                 )
-            return statistics.made.setdefault(Maps.kind(shape, config), maps)
+            return statistics.derived.setdefault(Maps.kind(shape, config), maps)
         shared = Maps.of(shape, config)
         return shared if torch.equal(shared.rotation, maps.rotation) else maps
 

@@ -91,30 +91,30 @@ class SphereStep(IndexStep):
         self._pair_plan.view(self.spec.slots, -1, ROW).copy_(rows.unsqueeze(1).expand(-1, self.spec.shape.kv_heads, -1))
         self.search(queries, fire, zones, scaling)
 
-    def step(self, asked: SlotStep) -> Tensor:
-        assert isinstance(asked.zones, PlannedZones)
-        attention, estimates, params = asked.attention, self.spec.estimates, asked.params
+    def step(self, inputs: SlotStep) -> Tensor:
+        assert isinstance(inputs.zones, PlannedZones)
+        attention, estimates, params = inputs.attention, self.spec.estimates, inputs.params
 
         def part(pairs: range) -> None:
-            self._search(asked.queries, asked.fire, asked.zones.rows, params.scaling, pairs)
-            self.attend(asked, pairs)
+            self._search(inputs.queries, inputs.fire, inputs.zones.rows, params.scaling, pairs)
+            self.attend(inputs, pairs)
             if estimates is not None:
-                estimates.attend(asked.queries, self.ids, attention.out, attention.lse, attention.parts, params, pairs)
+                estimates.attend(inputs.queries, self.ids, attention.out, attention.lse, attention.parts, params, pairs)
 
-        on_streams(self._pairs_by_stream, asked.queries, part)
-        return attention.merge(asked.queries, params)
+        on_streams(self._pairs_by_stream, inputs.queries, part)
+        return attention.merge(inputs.queries, params)
 
-    def attend(self, asked: SlotStep, pairs: range) -> None:
+    def attend(self, inputs: SlotStep, pairs: range) -> None:
         """Attends to selected and window rows, and encodes the leaving token, in one launch for `pairs` of slots and KV
         heads."""
-        maps, tables, centring, host = self._maps, self.tables, self._centring, asked.attention.table
-        attention, params, dim, k = asked.attention, asked.params, self.spec.shape.head_dim, self.spec.top_k
+        maps, tables, centring, host = self._maps, self.tables, self._centring, inputs.attention.table
+        attention, params, dim, k = inputs.attention, inputs.params, self.spec.shape.head_dim, self.spec.top_k
         codes, measured, centred = tables.codes, tables.codes.norms is not None, maps.means is not None
         pieces, parts = cdiv(dim, _ENCODED_ROWS) + measured, attention.parts
         least, most = weight_range(codes.weights.dtype, centred)
         step_kernel[(len(pairs) * (parts + pieces),)](
-            asked.queries, asked.keys, asked.values, attention.rows, asked.zones.rows, attention.bad, self.searches.ids,
-            host.pool, host.blocks, attention.kept_ids, attention.kept, asked.parity, attention.read, attention.out,
+            inputs.queries, inputs.keys, inputs.values, attention.rows, inputs.zones.rows, attention.bad, self.searches.ids,
+            host.pool, host.blocks, attention.kept_ids, attention.kept, inputs.parity, attention.read, attention.out,
             attention.lse, maps.keys, centring.means, centring.cos, centring.sin, self._levels, self._thresholds, codes.signs,
             codes.magnitudes, codes.weights, codes.norms if measured else codes.signs, tables.counts, self._live,
             tables.zero_norms, params.scaling, params.softcap, self.spec.shape.kv_heads, host.blocks.stride(0), pairs.start,

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
 
 from kvrecall.core.archive import Archive
-from kvrecall.core.launch import have_numba, kernels_available
+from kvrecall.core.launch import kernels_available
+from kvrecall.core.per_sequence import PerSequence
 from kvrecall.core.structs import Budget, Selection, lasting_tensors
 from kvrecall.index.base import Index, IndexConfig, LayerShape, RowSource, stack_selections
 from kvrecall.index.units.plan import UnitKind, plan_row
@@ -68,9 +68,9 @@ class Units:
         """The units without the tokens `ids` int `[H_kv, m]`; the members must be all tokens from 0 on."""
         heads, tokens = self.members.shape
         gone = torch.zeros(heads, tokens, dtype=torch.bool, device=ids.device).scatter_(1, ids.long(), True)
-        kept = ~gone.gather(1, self.members.long())
-        before = torch.nn.functional.pad(kept.int().cumsum(1, dtype=torch.int32), (1, 0))
-        members = self.members[kept].view(heads, tokens - ids.shape[1])
+        mask = ~gone.gather(1, self.members.long())
+        before = torch.nn.functional.pad(mask.int().cumsum(1, dtype=torch.int32), (1, 0))
+        members = self.members[mask].view(heads, tokens - ids.shape[1])
         return Units(self.reps, members, before.gather(1, self.offsets.long()))
 
 
@@ -92,11 +92,8 @@ class GrowingUnits(Units):
         return Units(self.reps, self.members, self.offsets)
 
 
-class UnitIndex(Index):
+class UnitIndex(PerSequence, Index):
     """Base of the indexes over units; a subclass builds the units and scores them."""
-
-    of_sequence: ClassVar[tuple[str, ...]] = ()
-    """Attributes that are lists with one entry per sequence. Entries are never written to, only replaced."""
 
     def __init__(self, shape: LayerShape, config: IndexConfig) -> None:
         self._kv_heads, self.gqa = shape.kv_heads, config.gqa
@@ -167,18 +164,11 @@ class UnitIndex(Index):
         width = min(budget.top_k, max(self.units(b).members.shape[1] for b in sequences))
         return Selection(gpu.ids[: len(sequences), :, :width].clone(), gpu.counts[: len(sequences)].clone())
 
-    def mark(self, sequence: int, prompt: bool) -> tuple[Any, ...]:
-        return tuple(getattr(self, name)[sequence] for name in self.of_sequence)
-
-    def rewind(self, sequence: int, mark: tuple[Any, ...]) -> None:
-        for name, held in zip(self.of_sequence, mark, strict=True):
-            getattr(self, name)[sequence] = held
-
     def select(self, sequences: list[int]) -> Self:
-        chosen = copy(self)
+        chosen = super().select(sequences)
         chosen._gpu = chosen._planned = None  # scratch is never shared
         for name in self.of_sequence:
-            entries = [getattr(self, name)[b] for b in sequences]
+            entries = getattr(chosen, name)
             setattr(chosen, name, [entry.own() if isinstance(entry, Units) else entry for entry in entries])
         return chosen
 
@@ -211,7 +201,7 @@ def inner_products(queries: Tensor, reps: Tensor) -> Tensor:
 
     Summed in float64 and rounded, so that equal units have equal scores at every place and on every device.
     """
-    if reps.device.type == "cpu" and have_numba():
+    if reps.device.type == "cpu":
         from kvrecall.index.units import cpu
 
         return cpu.inner_products(queries, reps)
@@ -236,7 +226,7 @@ def fill_budget(ranked: Tensor, units: Units, top_k: int) -> Tensor:
 
 
 def _fill(ranked: Tensor, units: Units, top_k: int) -> Tensor:
-    if ranked.device.type == "cpu" and have_numba():
+    if ranked.device.type == "cpu":
         from kvrecall.index.units import cpu
 
         return cpu.fill_budget(ranked, units.members, units.offsets, top_k)

@@ -57,10 +57,8 @@ class ClusterConfig(IndexConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("cluster_tokens", "stretch_tokens", "iterations", "max_segment_tokens"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ParameterError(name, "an integer >= 1", value, "The paper's clusters have 16 tokens in the mean.")
+        names = "cluster_tokens", "stretch_tokens", "iterations", "max_segment_tokens"
+        self.check_integers("The paper's clusters have 16 tokens in the mean.", *names)
         if self.stretch_tokens < self.cluster_tokens:
             least = f"at least cluster_tokens = {self.cluster_tokens}"
             raise ParameterError("stretch_tokens", least, self.stretch_tokens, "The default is 8192.")
@@ -97,8 +95,8 @@ class ClusterIndex(UnitIndex):
 
     @property
     def nbytes(self) -> int:
-        held = {id(x): x.nbytes for x in (*self._units, *self._closed) if x and x.members.shape[1]}
-        return sum(held.values())
+        sizes = {id(x): x.nbytes for x in (*self._units, *self._closed) if x and x.members.shape[1]}
+        return sum(sizes.values())
 
     def append(self, sequence: int, keys: Tensor) -> None:
         self._units[sequence] = None
@@ -112,8 +110,8 @@ class ClusterIndex(UnitIndex):
     def append_segments(self, sequence: int, keys: Tensor, lengths: list[int]) -> None:
         """As `append_generated` for several segments at once: keys `[H_kv, sum(lengths), D]`."""
         numbers = torch.zeros(keys.shape[:2], dtype=torch.int64, device=keys.device)
-        for number, own in enumerate(numbers.split(lengths, 1)):
-            own.fill_(number)
+        for number, segment in enumerate(numbers.split(lengths, 1)):
+            segment.fill_(number)
         self.append_grouped(sequence, keys, numbers, len(lengths), lengths)
 
     def append_grouped(self, sequence: int, keys: Tensor, assigned: Tensor, clusters: int, lengths: list[int]) -> None:
@@ -139,14 +137,14 @@ class ClusterIndex(UnitIndex):
         closed = self._closed[sequence]
         # Clusters of a stretch overlap in position, so whole stretches and segments are dissolved.
         borders = tuple(end for end in self._borders[sequence] if end[0] <= tokens)
-        border, kept = borders[-1] if borders else (0, 0)
+        border, whole = borders[-1] if borders else (0, 0)
         self._borders[sequence] = borders
-        self._closed[sequence] = Units(closed.reps[:, :kept], closed.members[:, :border], closed.offsets[:, : kept + 1])
+        self._closed[sequence] = Units(closed.reps[:, :whole], closed.members[:, :border], closed.offsets[:, : whole + 1])
         self._open[sequence], self._units[sequence], self._excluded[sequence] = tokens - border, None, None
 
     def archive(self, archive: Archive, tokens: list[int]) -> None:
-        for b, own in archive.each("sequence", len(tokens)):
-            self._archive_one(own, b, tokens[b])
+        for b, part in archive.each("sequence", len(tokens)):
+            self._archive_one(part, b, tokens[b])
 
     def _archive_one(self, archive: Archive, b: int, tokens: int) -> None:
         shape = self.shape
@@ -161,13 +159,13 @@ class ClusterIndex(UnitIndex):
         if (ends[-1] if ends else (0, 0)) != (closed.members.shape[1], closed.reps.shape[1]):
             archive.refuse("borders", "an end with the last unit", flat[-2:])
         self._borders[b] = ends
-        made = self._units[b]
-        if archive.has("units", made):
+        units = self._units[b]
+        if archive.has("units", units):
             whole = tokens - (0 if ids is None else ids.shape[1])
-            made = archive_units(archive.under("units"), made or closed, shape.head_dim, shape.dtype, tokens)
-            if made.members.shape[1] != whole:
-                archive.refuse("units", f"{whole:,} tokens", made.members.shape[1])
-            self._units[b] = made
+            units = archive_units(archive.under("units"), units or closed, shape.head_dim, shape.dtype, tokens)
+            if units.members.shape[1] != whole:
+                archive.refuse("units", f"{whole:,} tokens", units.members.shape[1])
+            self._units[b] = units
 
     def slot_step(self, spec: SlotSpec) -> SegmentStep:
         return SegmentStep(self, spec)
@@ -177,15 +175,15 @@ class ClusterIndex(UnitIndex):
         return UnitKind(volume=False, sized=self.config.size_correction)
 
     def units(self, sequence: int) -> Units:
-        made = self._units[sequence]
-        if made is None:
-            made = self._closed[sequence]
+        units = self._units[sequence]
+        if units is None:
+            units = self._closed[sequence]
             if self._open[sequence]:
-                made = made.joined(self._clustered(sequence, self._open[sequence]))
-            barred = self._excluded[sequence]
-            made = made if barred is None else made.without(barred)
-            self._units[sequence] = made
-        return made
+                units = units.joined(self._clustered(sequence, self._open[sequence]))
+            excluded = self._excluded[sequence]
+            units = units if excluded is None else units.without(excluded)
+            self._units[sequence] = units
+        return units
 
     def move(self, sequence: int, units: Units) -> None:
         if self._excluded[sequence] is None and not self._open[sequence]:
@@ -231,18 +229,18 @@ class SegmentStep(UnitStep):
     def fits(self, index: Index, zones: list[ZoneLengths], room: int) -> bool:
         if not super().fits(index, zones, room):
             return False
-        known = cast("ClusterIndex", index)
-        return max(self.most_units(known.units(b), 0, room + 1) for b in range(len(zones))) <= self.room
+        clusters = cast("ClusterIndex", index)
+        return max(self.most_units(clusters.units(b), 0, room + 1) for b in range(len(zones))) <= self.room
 
     def most_units(self, units: Units, tokens: int, steps: int) -> int:
         return units.reps.shape[1] + steps
 
-    def end(self, asked: SlotStep) -> None:
+    def end(self, inputs: SlotStep) -> None:
         from kvrecall.index.units.grow import segment_kernel
 
-        assert isinstance(asked.zones, DeviceZones)
-        args, sizes = end_arguments(self.spec, asked)
-        marks, longest = asked.zones.marks, self.spec.longest_segment
+        assert isinstance(inputs.zones, DeviceZones)
+        args, sizes = end_arguments(self.spec, inputs)
+        marks, longest = inputs.zones.marks, self.spec.longest_segment
         segment_kernel[(len(self.plan),)](
             *args.begin, self.plan, marks, *args.logs, *args.numbers, longest, marks.shape[1], args.window,
             BM=next_power_of_2(longest), T=_READ_TOKENS, FIELDS=FIELDS, **sizes,

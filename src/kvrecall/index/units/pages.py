@@ -22,9 +22,9 @@ from torch import Tensor
 
 from kvrecall.cache.zones import ZoneLengths
 from kvrecall.core.archive import Archive
-from kvrecall.core.errors import ParameterError, UnknownNameError
+from kvrecall.core.errors import UnknownNameError
 from kvrecall.core.launch import cdiv, next_power_of_2
-from kvrecall.core.pieces import Work, finished, stretches
+from kvrecall.core.pieces import Work, chunks, run_all
 from kvrecall.index.base import Captured, Index, IndexConfig, LayerShape
 from kvrecall.index.step import SlotSpec, SlotStep, end_arguments
 from kvrecall.index.tokens import archive_excluded
@@ -48,8 +48,7 @@ class PageConfig(IndexConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.page_tokens, int) or self.page_tokens < 1:
-            raise ParameterError("page_tokens", "an integer >= 1", self.page_tokens, "The papers use 16 and 32.")
+        self.check_integers("The papers use 16 and 32.", "page_tokens")
         if self.bounds not in _BOUNDS:
             raise UnknownNameError("bounds", str(self.bounds), _BOUNDS)
 
@@ -98,7 +97,7 @@ class PageIndex(UnitIndex):
         return sum(u.nbytes for u in self._units) + sum(t.numel() * t.element_size() for t in self.tails)
 
     def append(self, sequence: int, keys: Tensor) -> None:
-        """The last page may be partial: its keys are kept, and its volume is computed anew when more arrive."""
+        """The last page may be partial: its keys are kept, and its volume is computed again when more arrive."""
         ids = torch.arange(self._counts[sequence], self._counts[sequence] + keys.shape[1], device=keys.device)
         self._counts[sequence] += keys.shape[1]
         size, units = self.config.page_tokens, self._units[sequence]
@@ -115,8 +114,8 @@ class PageIndex(UnitIndex):
             self.exclude(sequence, None)
 
     def exclude(self, sequence: int, ids: Tensor | None) -> None:
-        """Builds all pages of the sequence anew from the host's rows."""
-        self.restructure(sequence, ids, finished(self.restructured(ids, self._keys(sequence, 0))))
+        """Builds all pages of the sequence again from the host's rows."""
+        self.restructure(sequence, ids, run_all(self.restructured(ids, self._keys(sequence, 0))))
 
     def restructured(self, ids: Tensor | None, keys: Tensor) -> Work[Pages]:
         tokens, size = keys.shape[1], self.config.page_tokens
@@ -129,31 +128,31 @@ class PageIndex(UnitIndex):
             return keys.gather(1, members[:, part].long().unsqueeze(-1).expand(-1, -1, keys.shape[2]))
 
         reps = [self._units_of_none().reps]
-        for part in stretches(count, keys.device, size):
+        for part in chunks(count, keys.device, size):
             reps.append(volumes(keys_of(part), size, self.config.bounds))
             yield part.stop - part.start
         units = Units(torch.cat(reps, 1), members, self._offsets(count, -(-count // size)))
         return Pages(units, keys_of(slice(count - count % size, count)).clone(), tokens)
 
-    def restructure(self, sequence: int, ids: Tensor | None, made: Pages) -> None:
-        late = self._keys(sequence, made.tokens)
-        self._excluded[sequence], self._counts[sequence] = ids, made.tokens
-        self._units[sequence], self.tails[sequence] = made.units, made.tail
+    def restructure(self, sequence: int, ids: Tensor | None, structure: Pages) -> None:
+        late = self._keys(sequence, structure.tokens)
+        self._excluded[sequence], self._counts[sequence] = ids, structure.tokens
+        self._units[sequence], self.tails[sequence] = structure.units, structure.tail
         if late.shape[1]:
             self.append(sequence, late)
 
     def archive(self, archive: Archive, tokens: list[int]) -> None:
         shape, size = self._shape, self.config.page_tokens
-        for b, own in archive.each("sequence", len(tokens)):
+        for b, part in archive.each("sequence", len(tokens)):
             self._counts[b] = tokens[b]
-            ids = self._excluded[b] = archive_excluded(own, self._excluded[b], shape.kv_heads, tokens[b])
+            ids = self._excluded[b] = archive_excluded(part, self._excluded[b], shape.kv_heads, tokens[b])
             width = self.config.points * shape.head_dim
-            units = self._units[b] = archive_units(own.under("units"), self._units[b], width, shape.dtype, tokens[b])
+            units = self._units[b] = archive_units(part.under("units"), self._units[b], width, shape.dtype, tokens[b])
             left = tokens[b] - (0 if ids is None else ids.shape[1])
             if units.members.shape[1] != left or units.reps.shape[1] != -(-left // size):
-                own.refuse("units", f"pages of {size} tokens for {left:,} tokens", f"{units.reps.shape[1]:,} pages")
+                part.refuse("units", f"pages of {size} tokens for {left:,} tokens", f"{units.reps.shape[1]:,} pages")
             tail = (shape.kv_heads, left % size, shape.head_dim)
-            self.tails[b] = own.tensor("tail", self.tails[b], tail, shape.dtype)
+            self.tails[b] = part.tensor("tail", self.tails[b], tail, shape.dtype)
 
     def slot_step(self, spec: SlotSpec) -> PageStep:
         return PageStep(self, spec)
@@ -214,10 +213,10 @@ class PageStep(UnitStep):
         # The last page grows in its place, and so does its end; pages have offsets that are small.
         return GrowingUnits(table.reps, table.members, units.offsets, units.reps[:, -1:].clone())
 
-    def end(self, asked: SlotStep) -> None:
+    def end(self, inputs: SlotStep) -> None:
         from kvrecall.index.units.grow import page_kernel
 
-        args, sizes = end_arguments(self.spec, asked)
+        args, sizes = end_arguments(self.spec, inputs)
         page_kernel[(len(self.plan),)](
             *args.begin, self.plan, self._tails, *args.logs, *args.numbers, args.window, PAGE=self._page,
             T=next_power_of_2(self._page), SPREAD=self._config.bounds == "mean-deviation",
@@ -233,8 +232,8 @@ def volumes(keys: Tensor, page_tokens: int, bounds: str) -> Tensor:
     parts = [keys[:, : whole * page_tokens].reshape(heads, whole, page_tokens, dim)]
     if count % page_tokens:
         parts.append(keys[:, whole * page_tokens :].unsqueeze(1))
-    made = [_volume(part.float(), bounds) for part in parts]
-    return torch.cat(made, 1).to(keys.dtype)
+    pages = [_volume(part.float(), bounds) for part in parts]
+    return torch.cat(pages, 1).to(keys.dtype)
 
 
 def _volume(pages: Tensor, bounds: str) -> Tensor:

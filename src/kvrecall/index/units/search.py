@@ -62,10 +62,10 @@ class GpuUnitSearch:
         self._parts = cdiv(units, _SUM_UNITS)
         self.scores = self.scores_for(0 if own_scores else sequences * heads, units).unflatten(0, (-1, heads))
         self._peak, self._mass = (scratch(pairs, self._lanes, self._parts, dtype=torch.float32) for _ in range(2))
-        kept = self._chunks * self._slots
-        self._keys, self._firsts, self._sizes = (scratch(pairs, kept) for _ in range(3))
-        self._kept = scratch(pairs, self._chunks)
-        self._read = min(_CANDIDATES, next_power_of_2(kept))
+        candidates = self._chunks * self._slots
+        self._keys, self._firsts, self._sizes = (scratch(pairs, candidates) for _ in range(3))
+        self._chunk_units = scratch(pairs, self._chunks)
+        self._read = min(_CANDIDATES, next_power_of_2(candidates))
         self._unordered = scratch(1 if kind.ordered else pairs, top_k)
         self.ids = torch.full((sequences, heads, top_k), -1, dtype=torch.int32, device=device)
         """The result: int32 `[B, H_kv, K]`, ascending, padded with -1."""
@@ -110,8 +110,8 @@ class GpuUnitSearch:
         rows, warps = _DOT_UNITS if self._dots(dtype) else _SUM_UNITS, max(1, min(32, self._block // _UNITS_PER_WARP))
         parts = next_power_of_2(cdiv(self.units, rows))
         fill_kernel[(self._chunks, self._pairs(plan))](
-            self._peak, self._mass, plan, fire, self._keys, self._firsts, self._sizes, self._kept, scaling, top_k, self._heads,
-            self._length, self._parts,
+            self._peak, self._mass, plan, fire, self._keys, self._firsts, self._sizes, self._chunk_units, scaling, top_k,
+            self._heads, self._length, self._parts,
             LANES=self._stored, SOFTMAX="softmax" in self.mode, MEAN=self.mode == "mean_softmax",
             BT=parts, R=rows, AT_ONCE=lanes_at_once(self._block, parts, warps), BC=self._block, CHUNKS=self._chunks,
             SLOTS=self._slots, ENOUGH=self._enough, ORDERED=self.kind.ordered, ALONE=warps == 1,
@@ -122,7 +122,7 @@ class GpuUnitSearch:
         """Selects the units that fill the budget among the kept ones, and writes their token ids."""
         grid = (cdiv(self.top_k, _TOKENS), self._pairs(plan))
         expand_kernel[grid](
-            plan, fire, self._keys, self._firsts, self._sizes, self._kept, self.counts,
+            plan, fire, self._keys, self._firsts, self._sizes, self._chunk_units, self.counts,
             self.ids if self.kind.ordered else self._unordered, top_k, self._heads, self.top_k,
             T=_TOKENS, M=self._read, BC=next_power_of_2(self._chunks), CHUNKS=self._chunks, SLOTS=self._slots,
             ORDERED=self.kind.ordered, FIELDS=FIELDS, num_warps=4, **self._options,

@@ -90,12 +90,12 @@ class UnitStep(IndexStep):
     def join(self, slot: int, index: Index, sequence: int, zones: ZoneLengths, window: Tensor, budget: int, room: int) -> None:
         """Copies the sequence's units to a table with room for more, and makes its index use the table. Copies nothing if
         they are in the slot's table already."""
-        known = cast("UnitIndex", index)
-        units, table, behind = known.units(sequence), self.tables.get(slot), zones.total - zones.sink
+        unit_index = cast("UnitIndex", index)
+        units, table, behind = unit_index.units(sequence), self.tables.get(slot), zones.total - zones.sink
         limit = max(behind + room + 1, 0 if table is None else table.limit)  # joining again keeps the room of the first time
         if table is None or table.units is not units or table.limit < limit:
             table = self._filled(units, limit - zones.retrieval, limit - behind, limit)
-            known.move(sequence, table.units)
+            unit_index.move(sequence, table.units)
         (rows,) = to_device(self.plan.device, torch.tensor(table.rows(budget), dtype=torch.int64, device="cpu"))
         self.plan.view(-1, self._heads, FIELDS)[slot] = rows
         self.tables[slot] = table  # the plan no longer refers to the previous table
@@ -105,22 +105,22 @@ class UnitStep(IndexStep):
 
     def forget(self, slot: int, index: Index, sequence: int) -> None:
         """No step writes to the table any more. References to its units stay valid."""
-        known, table = cast("UnitIndex", index), self.tables.pop(slot, None)
+        unit_index, table = cast("UnitIndex", index), self.tables.pop(slot, None)
         self.plan.view(-1, self._heads, FIELDS)[slot] = 0
-        if table is not None and isinstance(table.units, GrowingUnits) and known.units(sequence) is table.units:
-            known.move(sequence, table.units.settled())
+        if table is not None and isinstance(table.units, GrowingUnits) and unit_index.units(sequence) is table.units:
+            unit_index.move(sequence, table.units.settled())
 
     def _filled(self, units: Units, tokens: int, steps: int, limit: int) -> UnitTable:
         """A table with these units, and room for `tokens` more tokens in `steps` steps."""
         heads, count, width = units.reps.shape
-        held, most = units.members.shape[1], self.most_units(units, tokens, steps)
+        count_tokens, most = units.members.shape[1], self.most_units(units, tokens, steps)
         shape = self.spec.shape
         with lasting_tensors():
             reps = torch.empty(heads, most, width, dtype=shape.dtype, device=shape.device)
-            members = torch.empty(heads, held + tokens, dtype=torch.int32, device=shape.device)
+            members = torch.empty(heads, count_tokens + tokens, dtype=torch.int32, device=shape.device)
             offsets = torch.empty(heads, most + 1, dtype=torch.int32, device=shape.device)
             scores = self.searches.scores_for(heads, most)
-        there = Units(reps[:, :count], members[:, :held], offsets[:, : count + 1])
+        there = Units(reps[:, :count], members[:, :count_tokens], offsets[:, : count + 1])
         for to, of in zip((there.reps, there.members, there.offsets), (units.reps, units.members, units.offsets), strict=True):
             to.copy_(of)
         return UnitTable(reps, members, offsets, scores, self.lent(units, there), limit)

@@ -143,7 +143,7 @@ def kind_of(state: LayerState) -> tuple[object, ...]:
 
 def require_pinned(state: LayerState) -> None:
     """Raises CaptureError if the GPU cannot read the rows in host memory directly, as captured steps do."""
-    if state.shape.device.type == "cuda" and not state.store.pinned:
+    if state.shape.device.type == "cuda" and not state.store.memory.pinned:
         raise CaptureError("the system refused to pin host memory", "Raise the locked-memory limit (`ulimit -l`).")
 
 

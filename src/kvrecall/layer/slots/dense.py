@@ -25,7 +25,7 @@ class DenseSlots(SlotLayer):
         Raises CaptureError if rows are not on the device, or the device has no memory for more.
         """
         super().__init__(like, slots)
-        require_near(like)
+        require_on_device(like)
         store = like.store
         try:
             host = store.on_host(table)
@@ -51,7 +51,7 @@ class DenseSlots(SlotLayer):
 
     def _join(self, group: SlotAssignment, room: int) -> None:
         attention, store = self._attention, group.state.store
-        require_near(group.state)
+        require_on_device(group.state)
         if store.memory is not self.memory:
             raise CaptureError(f"the rows of layer {self.layer} have moved", "Decode uncaptured (capture=None).")
         for b, slot in enumerate(group.slots):
@@ -85,13 +85,13 @@ class DenseSlots(SlotLayer):
             self._attention.counts[slot] = self._attention.active[slot] = 0
 
 
-def require_near(state: LayerState) -> None:
+def require_on_device(state: LayerState) -> None:
     """Raises CaptureError if the rows of a layer that never searches are not on its device."""
     if has_own_memory(state.shape.device) and not state.store.on_device:
         raise CaptureError(
             f"layer {state.layer} searches nothing and its keys and values are in host memory, which no graph reads whole",
             "Decode uncaptured (capture=None), with fewer tokens, or with a method that searches every layer.",
         )
-    if state.store.small:
+    if state.store.memory.fp8:
         told = f"layer {state.layer} searches nothing and its keys and values are in eight bits"
         raise CaptureError(told, 'Decode uncaptured (capture=None), or make the cache with host_rows="plain".')

@@ -103,11 +103,11 @@ class Layers:
         for state in lease.states:
             for b, rows in enumerate(state.store.host):
                 zones = state.store.zones(b)
-                rows.reach(zones.total - zones.sink + lease.room + 1, every_layer=True)
+                rows.ensure_blocks(zones.total - zones.sink + lease.room + 1, every_layer=True)
             if state.index is not None:
                 require_pinned(state)  # also the room that was reserved just now
         for b, slot in enumerate(lease.numbers):
-            blocks = lease.states[0].store.host[b].blocks_of_all_layers.on(self.table.device)
+            blocks = lease.states[0].store.host[b].block_table.on(self.table.device)
             self.table[slot, : len(blocks)] = blocks[: self.table.shape[1]]
         for plan, state in self._planned(lease):
             for b, slot in enumerate(lease.numbers):

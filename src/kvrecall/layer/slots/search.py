@@ -17,10 +17,10 @@ from kvrecall.core.structs import AttentionParams, HeldSelection
 from kvrecall.index.step import SlotSpec, SlotStep
 from kvrecall.layer.slots.base import SlotAssignment, SlotLayer, keeps_rows
 from kvrecall.layer.state import LayerState
-from kvrecall.select.query_ring import QueryRing, places
+from kvrecall.select.queries import QueryRing, places
 from kvrecall.static.sets import StaticRefresh
+from kvrecall.trigger import Speculative
 from kvrecall.trigger.device import DeviceTrigger, Marks
-from kvrecall.trigger.speculative import Speculative
 
 
 class SearchSlots(SlotLayer):
@@ -62,7 +62,7 @@ class SearchSlots(SlotLayer):
             self.zones = PlannedZones(plan, rows[0])
         else:
             self.zones = zones = DeviceZones(slots, heads, sizes, tokens, front, ring, device, like.segments is None)
-            marks = Marks(zones.marks, zones.coming) if like.marks_segments and like.segments is not None else None
+            marks = Marks(zones.marks, zones.token_numbers) if like.marks_segments and like.segments is not None else None
         longest = 0 if like.segments is None else like.segments.longest
         early, every_step = isinstance(trigger, Speculative), trigger.name == "every-step"
         self.part = part = index.slot_step(SlotSpec(shape, sizes, tokens, top_k, host, plan, early, every_step, longest))

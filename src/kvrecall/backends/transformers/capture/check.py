@@ -13,7 +13,7 @@ from kvrecall.core.errors import CaptureError
 from kvrecall.core.launch import LEAST_CAPABILITY
 from kvrecall.index.base import Captured, IndexConfig
 from kvrecall.layer.slots.base import require_pinned
-from kvrecall.layer.slots.dense import require_near
+from kvrecall.layer.slots.dense import require_on_device
 from kvrecall.methods.base import Method
 
 PLAIN = "Decode with model.generate, which needs no capture."
@@ -41,7 +41,7 @@ def check_capture(model: PreTrainedModel, cache: RetrievalCache) -> None:
         if state.shape.device.type != "cuda":
             raise CaptureError(f"the model is on {state.shape.device}", "Move it to a CUDA device.")
         if state.index is None:
-            require_near(state)
+            require_on_device(state)
         else:
             require_pinned(state)
 

@@ -18,7 +18,7 @@ from kvrecall.core.errors import CaptureError
 from kvrecall.core.structs import AttentionParams, Rows
 from kvrecall.merge import merge, sink_logits
 from kvrecall.methods.base import HEAD_DIMS
-from kvrecall.select.query_ring import places
+from kvrecall.select.queries import places
 
 _REMEDY = "Decode uncaptured (capture=None)."
 

@@ -25,7 +25,7 @@ from kvrecall.cache.blocks import BlockPool, BlockTable
 from kvrecall.cache.host_memory import available_host_bytes
 from kvrecall.cache.session_files import OpenFiles, block_nbytes, fill_blocks, finish, reader_of, threads
 from kvrecall.cache.session_folder import SavedPart, SavedSession, opened_files
-from kvrecall.core.archive import Notes, Reader
+from kvrecall.core.archive import Archive, Notes
 from kvrecall.core.errors import HostMemoryError, KVRecallError, SessionError
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import lasting_tensors
@@ -116,14 +116,14 @@ class _Load:
         if self._device.type == "cpu" and need > available:
             raise HostMemoryError(need, available, tokens * sequences)
 
-    def _reader(self, part: SavedPart) -> Reader:
+    def _reader(self, part: SavedPart) -> Archive:
         notes = Notes(dict(part.values))
         for name, tensor in part.tensors.items():
             place, dtype = self._session.place(tensor), getattr(torch, tensor.dtype)
             notes.tensors[name] = self._files.tensor(place, dtype, tensor.shape, self._verify)
-        return Reader(self._device, notes)
+        return Archive(self._device, notes)
 
-    def _hold(self, tables: list[BlockTable], readers: dict[int, Reader]) -> None:
+    def _hold(self, tables: list[BlockTable], readers: dict[int, Archive]) -> None:
         """Tokens of each layer's zones, which the tables must have blocks for, and no more."""
         size, most = self._session.block_size, [0] * len(tables)
         for number, reader in readers.items():
@@ -136,13 +136,13 @@ class _Load:
                     f"tables.{b}", f"{cdiv(count, size):,} blocks for {count:,} tokens", f"{len(table.blocks):,}"
                 )
 
-    def _state_of(self, layer: RetrievalLayer, reader: Reader) -> LayerState:
+    def _state_of(self, layer: RetrievalLayer, reader: Archive) -> LayerState:
         cache, tables, number = self._cache, self._cache.tables, layer.number
         heads = Heads.of(cache._config.get_text_config(decoder=True), number)
         known = None if cache.statistics is None else cache.statistics.layer(number, heads.kv, heads.dim)
         shape = LayerShape(
             len(self._session.tables), heads.query, heads.kv, heads.dim, self._dtype, self._device, known,
-            small_rows=cache.small_rows,
+            fp8_rows=cache.fp8_rows,
         )  # fmt: skip
         near = layer.rows_on_device(cache, shape, self._session.tokens)
         state = LayerState(number, shape, cache.method, cache.profile, cache.observe_queries, tables, near)

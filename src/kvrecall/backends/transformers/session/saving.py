@@ -51,7 +51,7 @@ from kvrecall.cache.session_folder import (
     locked,
     write_index,
 )
-from kvrecall.core.archive import MOST, Notes, Writer
+from kvrecall.core.archive import MOST, Archive, Notes
 from kvrecall.core.errors import ParameterError, SessionError
 from kvrecall.core.launch import cdiv
 from kvrecall.core.private_folder import PrivateFolder
@@ -126,11 +126,11 @@ def _fingerprint(cache: CacheState) -> Fingerprint:
 
 def _archived(cache: CacheState, states: list[LayerState]) -> dict[str, Notes]:
     """What each layer and then the cache itself remember, by the part's name in the index. Nothing is copied."""
-    noted, own = {}, Writer(torch.device("cpu"))
+    noted, own = {}, Archive(torch.device("cpu"))
     with lasting_tensors(), torch.no_grad():
         parts.archive_cache(cache, own)
         for state in states:
-            writer = Writer(state.shape.device)
+            writer = Archive(state.shape.device)
             writer.integers("tokens", [zone.length for zone in state.store.host])
             archive_layer(state, writer)
             noted[f"{state.layer}"] = writer.notes

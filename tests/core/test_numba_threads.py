@@ -8,10 +8,10 @@ import sys
 import numba
 import pytest
 
-from kvrecall.core.numba import MOST, few_threads
+from kvrecall.core.numba import MOST, numba_threads
 
 
-@few_threads()
+@numba_threads()
 def threads_inside(fails: bool = False) -> int:
     if fails:
         raise ValueError
@@ -28,7 +28,7 @@ def test_no_more_threads_than_before() -> None:
 
 def test_at_most_so_many_threads() -> None:
     """In a process of its own: numba starts as many threads as this says, whatever the number of cores."""
-    code = "from tests.core.test_few_threads import *; print(threads_inside(), numba.get_num_threads())"
+    code = "from tests.core.test_numba_threads import *; print(threads_inside(), numba.get_num_threads())"
     env = {"NUMBA_NUM_THREADS": "20", "OMP_NUM_THREADS": "1", "PATH": ""}
     told = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert told.stdout.split() == [str(MOST), "20"]

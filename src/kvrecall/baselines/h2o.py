@@ -1,4 +1,6 @@
-"""H2O's rule: keeps the tokens that have received most attention so far; dropped tokens never return.
+"""H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models (Zhang et al., 2023).
+
+H2O's rule: keeps the tokens that have received most attention so far; dropped tokens never return.
 
 Their rows stay on the host, but no later search finds them. Attention is counted for every attended token, resident or not, so
 a token enters the retrieval zone with the attention that it received in the window.
@@ -18,6 +20,7 @@ from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.base import IndexConfig, LayerShape, RowSource
 from kvrecall.index.table import SequenceRows
 from kvrecall.index.tokens import TokenIndex
+from kvrecall.methods.base import Method
 from kvrecall.select.queries import ObservedQueries
 
 _SHARES = 2**24
@@ -29,7 +32,7 @@ class AccumulatedConfig(IndexConfig):
     """gqa: "per_head" drops per query head; all others add up the attention of a group's heads, and drop per KV head."""
 
     name: ClassVar[str] = "accumulated"
-    watches: ClassVar[bool] = True
+    observes_attention: ClassVar[bool] = True
 
     def build(self, shape: LayerShape) -> AccumulatedIndex:
         return AccumulatedIndex(shape, self)
@@ -42,7 +45,8 @@ class AccumulatedIndex(TokenIndex):
     """Received attention and kept tokens of one layer. After a crop, sums still include the cropped queries. An index that is
     rebuilt, by a fork or after an error, knows only the observed queries."""
 
-    watches = True
+    of_sequence = (*TokenIndex.of_sequence, "_offset", "_searches")
+    observes_attention = True
 
     def __init__(self, shape: LayerShape, config: AccumulatedConfig) -> None:
         super().__init__(shape, config)
@@ -50,7 +54,7 @@ class AccumulatedIndex(TokenIndex):
         self._sums = SequenceRows(shape.sequences, shape.kv_heads, group, torch.float32, shape.device)  # by position
         self._left = SequenceRows(shape.sequences, shape.kv_heads, group, torch.bool, shape.device)  # by place in the zone
         self._offset = [0] * shape.sequences
-        self._found: list[tuple[Tensor, int] | None] = [None] * shape.sequences  # (kept, zone) of the last search
+        self._searches: list[tuple[Tensor, int] | None] = [None] * shape.sequences  # (kept, zone) of the last search
         self._sources: Sequence[RowSource] = ()
 
     @property
@@ -71,63 +75,61 @@ class AccumulatedIndex(TokenIndex):
     def truncate(self, sequence: int, tokens: int) -> None:
         self._left.truncate(sequence, tokens)
         self._sums.truncate(sequence, self._offset[sequence] + tokens)
-        self._found[sequence] = None
+        self._searches[sequence] = None
 
     def archive(self, archive: Archive, tokens: list[int]) -> None:
         super().archive(archive, tokens)
         self._left.archive(archive, "left", list(tokens))
         self._sums.archive(archive, "sums", [None] * len(tokens))
-        for b, own in archive.each("found", len(tokens)):
-            self._offset[b] = own.integer("offset", self._offset[b])
-            found = self._found[b]
-            if own.has("kept", found):
+        for b, part in archive.each("found", len(tokens)):
+            self._offset[b] = part.integer("offset", self._offset[b])
+            search = self._searches[b]
+            if part.has("kept", search):
                 sets = self._group if self._gqa == "per_head" else 1
-                kept = own.tensor("kept", found and found[0], (self._kv_heads, sets, None), torch.bool)
-                self._found[b] = (
-                    kept,
-                    own.integer("zone", found[1] if found else 0, kept.shape[2], min(kept.shape[2], tokens[b])),
+                mask = part.tensor("kept", search and search[0], (self._kv_heads, sets, None), torch.bool)
+                self._searches[b] = (
+                    mask,
+                    part.integer("zone", search[1] if search else 0, mask.shape[2], min(mask.shape[2], tokens[b])),
                 )
 
     def select(self, sequences: list[int]) -> AccumulatedIndex:
         chosen = super().select(sequences)
         chosen._sums, chosen._left = self._sums.select(sequences), self._left.select(sequences)
-        chosen._offset = [self._offset[b] for b in sequences]
-        chosen._found = [self._found[b] for b in sequences]
         return chosen
 
     def score(self, queries: Tensor, sequence: int, scaling: float) -> Tensor:
         """Attention of each head to each token so far, fp32 `[H_kv, G, n]`; independent of the queries."""
         left = self._left.view(sequence).transpose(1, 2)
         sums = self._sums.view(sequence)[:, self._offset[sequence] :][:, : left.shape[2]].transpose(1, 2)
-        known = torch.nn.functional.pad(sums, (0, left.shape[2] - sums.shape[2]))
-        return known.masked_fill(~left, float("-inf"))
+        padded = torch.nn.functional.pad(sums, (0, left.shape[2] - sums.shape[2]))
+        return padded.masked_fill(~left, float("-inf"))
 
     def rank(self, queries: Tensor, sequence: int, scaling: float) -> Tensor:
         scores = self.score(queries, sequence, scaling)
         return scores if self._gqa == "per_head" else scores.double().sum(1, keepdim=True).float()
 
     def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
-        """Also remembers which tokens are kept, for `learn`."""
+        """Also remembers which tokens are kept, for `after_attention`."""
         for b in sequences:
-            ranked, barred = self.rank(queries, b, budget.scaling), self.excluded[b]
-            kept = torch.zeros_like(ranked, dtype=torch.bool)
+            ranked, excluded = self.rank(queries, b, budget.scaling), self.excluded[b]
+            mask = torch.zeros_like(ranked, dtype=torch.bool)
             top_k = budget.top_k
-            if barred is not None:
-                at = barred.long().unsqueeze(1).expand(-1, ranked.shape[1], -1)
-                ranked, kept = ranked.scatter(-1, at, float("-inf")), kept.scatter(-1, at, True)
+            if excluded is not None:
+                at = excluded.long().unsqueeze(1).expand(-1, ranked.shape[1], -1)
+                ranked, mask = ranked.scatter(-1, at, float("-inf")), mask.scatter(-1, at, True)
             order = torch.sort(ranked, dim=-1, descending=True, stable=True).indices[..., :top_k]
-            kept = kept.scatter(-1, order, True) & (ranked.isfinite() | kept)
-            self._found[b] = kept, ranked.shape[-1]
+            mask = mask.scatter(-1, order, True) & (ranked.isfinite() | mask)
+            self._searches[b] = mask, ranked.shape[-1]
         return super().search(queries, budget, sequences)
 
-    def learn(self, sequences: list[int]) -> None:
+    def after_attention(self, sequences: list[int]) -> None:
         """Drops the tokens that the last search left out; tokens that came since stay."""
         for b in sequences:
-            found = self._found[b]
-            if found is not None:
-                self._left.writable(b)[:, : found[1]] &= found[0].transpose(1, 2)
+            search = self._searches[b]
+            if search is not None:
+                self._left.writable(b)[:, : search[1]] &= search[0].transpose(1, 2)
 
-    def watch(
+    def observe_attention(
         self, sequence: int, observed: ObservedQueries, resident: list[tuple[Tensor, int]], offset: int, scaling: float,
         attended: Tensor | None = None,
     ) -> None:  # fmt: skip
@@ -173,3 +175,29 @@ def given(observed: ObservedQueries, keys: Tensor, start: int, scaling: float) -
             logits = logits.masked_fill(positions > seen_by[i : i + step].unsqueeze(1), float("-inf"))
         total += logits.exp().sum(2).transpose(1, 2)
     return total
+
+
+@dataclass(frozen=True, kw_only=True)
+class H2O(Method):
+    """Keeps the tokens that have received most attention so far, and the recent ones; dropped tokens never return.
+
+    1. Every query, of the prompt and of every step, adds its attention to the sums of the tokens that it attends to.
+    2. Of the tokens that left the window, the `top_k` with the largest sums stay attended; the others are dropped.
+    3. The budget is split evenly between heavy hitters (top_k) and recent tokens (local_tokens).
+
+    Simplified: dropped rows stay on the host; the heads of a group add up their sums (`gqa="per_head"` drops per query head
+    like the paper, which has no groups); tokens of the prompt are dropped at its end; the window shrinks in steps of
+    update_interval. A cache that is forked to H2O knows only the queries that it was told to observe.
+    Source: the paper's text (half heavy hitters, half recent tokens).
+    """
+
+    name: ClassVar[str] = "h2o"
+    paper: ClassVar[str] = "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models"
+
+    top_k: int | None = 512
+    sink_tokens: int = 0
+    local_tokens: int = 512
+    update_interval: int = 32
+
+    def own_index(self) -> AccumulatedConfig:
+        return AccumulatedConfig()
