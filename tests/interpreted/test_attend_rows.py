@@ -94,6 +94,15 @@ def test_merged_parts_are_those_of_the_torch_merge(parts: int) -> None:
     close(Partial(*merge_parts([p.out for p in made], [p.lse for p in made])), merge(made))
 
 
+def test_numbers_of_empty_parts_are_not_read() -> None:
+    """A kernel whose part is empty writes its lse alone."""
+    parts = [Partial(gaussian(i, 2, 3, 1, 80), gaussian(100 + i, 2, 3, 1)) for i in range(3)]
+    parts[1].lse[:] = float("-inf")
+    expected = merge([parts[0], parts[2]])
+    parts[1].out[:] = float("nan")
+    close(Partial(*merge_parts([p.out for p in parts], [p.lse for p in parts])), expected)
+
+
 def test_merging_groups_of_parts() -> None:
     out, lse = gaussian(1, 5, 256, 64), gaussian(2, 5, 256)
     parts = [Partial(out[:, p].view(5, 1, 1, 64), lse[:, p].view(5, 1, 1)) for p in range(256)]

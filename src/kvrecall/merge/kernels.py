@@ -11,7 +11,8 @@ from kvrecall.core.triton import begin, end
 @triton.jit
 def merge_head(i_bh, p_parts, p_lse, p_sinks, p_out, HEADS, D: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr,
                BP: tl.constexpr, SINKS: tl.constexpr):  # fmt: skip
-    """out[bh] = attention over the union of parts `[BH_q, PARTS, D]` with lse `[BH_q, PARTS]`; an empty part has lse -inf.
+    """out[bh] = attention over the union of parts `[BH_q, PARTS, D]` with lse `[BH_q, PARTS]`. An empty part has lse -inf; its
+    numbers are not read.
 
     SINKS: one learned logit per query head takes mass and gives no value. Returns the natural log-sum-exp over all of it.
     """
@@ -26,7 +27,7 @@ def merge_head(i_bh, p_parts, p_lse, p_sinks, p_out, HEADS, D: tl.constexpr, BD:
     mass = tl.sum(b_w, 0)
     if SINKS:
         mass += tl.exp(sink - base)
-    m_part = (o_p < PARTS)[:, None] & (o_d < D)[None, :]
+    m_part = (b_lse > float("-inf"))[:, None] & (o_d < D)[None, :]
     b_part = tl.load(p_parts + (i_bh * PARTS + o_p)[:, None] * D + o_d[None, :], mask=m_part, other=0.0)
     b_out = tl.sum(b_part * b_w[:, None], 0) / tl.where(mass > 0, mass, 1.0)
     tl.store(p_out + i_bh * D + o_d, b_out.to(p_out.dtype.element_ty), mask=o_d < D)

@@ -98,7 +98,8 @@ def page_means_kernel(
     BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, W: tl.constexpr, BK: tl.constexpr,
     SHARES: tl.constexpr, FIRST: tl.constexpr, PARTS: tl.constexpr, CAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence and KV head, share): part FIRST + share of PARTS; see `attend_pages`.
+    """Program (sequence and KV head, share): part FIRST + share of PARTS; see `attend_pages`. A share without pages, as most of
+    a short sequence's are, writes its lse alone.
 
     means in blocks `[HEADS, ROWS, 2 D]`. table int32 `[B, TABLE]`: the blocks of each sequence; its first pages[b] pages are
     valid. ids `[BH, K]`. The first SINKS tokens are in no mean.
@@ -108,9 +109,13 @@ def page_means_kernel(
     """
     i_bh, i_share = tl.program_id(0) // SHARES + START, tl.program_id(0) % SHARES
     i_b, i_kv, o_part = i_bh // HEADS, i_bh % HEADS, i_bh.to(tl.int64) * G * PARTS
-    attend_pages(p_queries + i_bh.to(tl.int64) * G * D, p_means + i_kv * ROWS * (2 * D), p_table + i_b * TABLE,
-                 p_ids + i_bh.to(tl.int64) * K, p_out + o_part * D, p_lse + o_part, i_share, FIRST + i_share,
-                 tl.load(p_pages + i_b), scaling, softcap, NUMBERS, K, PAGE, SINKS, BLOCK, D, BD, G, W, BK, SHARES,
-                 PARTS, CAP)  # fmt: skip
+    pages = tl.load(p_pages + i_b)
+    if i_share * W < pages:
+        attend_pages(p_queries + i_bh.to(tl.int64) * G * D, p_means + i_kv * ROWS * (2 * D), p_table + i_b * TABLE,
+                     p_ids + i_bh.to(tl.int64) * K, p_out + o_part * D, p_lse + o_part, i_share, FIRST + i_share, pages,
+                     scaling, softcap, NUMBERS, K, PAGE, SINKS, BLOCK, D, BD, G, W, BK, SHARES, PARTS, CAP)  # fmt: skip
+    else:
+        o_g = tl.arange(0, triton.next_power_of_2(G))
+        tl.store(p_lse + o_part + o_g * PARTS + FIRST + i_share, float("-inf"), mask=o_g < G)
     begin(PDL)  # so that this launch ends behind the one before it
     end(PDL)
