@@ -111,6 +111,11 @@ def token_count(text: str, name: str = "--context") -> int:
     return count
 
 
+def comma_separated(text: str) -> list[str]:
+    """The parts of a list such as "a, b"; empty ones are left out."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
 def check_sampling(temperature: float, seed: int | None = None) -> None:
     """Raises ParameterError for a bad temperature, or a seed that torch does not accept."""
     if not 0 <= temperature < inf:
@@ -153,6 +158,13 @@ def writable(path: Path) -> Path:
     except OSError as error:
         raise OutputFileError(path, f"cannot be written ({error.strerror})") from None
     return path
+
+
+def method_file(path: Path) -> Path:
+    """Returns the path of a method file to write; raises `ParameterError` for another format, `OutputFileError`."""
+    if path.suffix != ".json":
+        raise ParameterError("--out", "a name ending in .json", str(path), "TOML is read, not written.")
+    return writable(path)
 
 
 def writable_folder(path: Path) -> Path:
