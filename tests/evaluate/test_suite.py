@@ -271,7 +271,7 @@ def test_a_context_too_short_for_a_task_is_refused_before_anything_runs(spec: st
     assert context < needed <= 4000
     enough = suite(Plan((spec,), (needed,), samples=2))
     for job in enough.jobs():
-        enough._made(generated(spec), job, enough._room_tokens(generated(spec), needed))
+        enough._sample(generated(spec), job, enough._room_tokens(generated(spec), needed))
     with pytest.raises(ParameterError):
         suite(Plan((spec,), (needed - 1,), samples=2))
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import random
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
+from typing import Any
 
 from kvrecall.backends.transformers import RetrievalCache
 from kvrecall.core.errors import ContextLengthError, ParameterError
@@ -23,6 +25,7 @@ from kvrecall.evaluate.tasks import KNOWN, Room, Task, Turn, generated
 
 Cell = tuple[str, int | None, str]
 """Task, context and label of a condition; one row of a run's summary."""
+OnError = Callable[[str, Exception], None]
 _LEAST_TOKENS = 64
 """Least tokens of a document."""
 _LEAST_OF_DRIFT = 128
@@ -79,23 +82,19 @@ class Suite:
         """Notes after a run: conditions that attended to everything although the context is longer than they cover, because
         prompts are shorter than contexts. Once each."""
         most = {c.label: c.covered_tokens for c in self.conditions}
-        found: dict[str, list[str]] = {}
+        places: dict[str, list[str]] = {}
         for row in rows:
             if row.context is None or not row.whole:
                 continue
             longest = row.context + (self.plan.steps if is_drift(row.task) else 0)
             if longest > most.get(row.condition, longest):
-                found.setdefault(row.condition, []).append(f"{row.task} at {row.context:,} tokens")
-        return [f"{label}: attended to all of {', '.join(where)}, as full attention does" for label, where in found.items()]
+                places.setdefault(row.condition, []).append(f"{row.task} at {row.context:,} tokens")
+        return [f"{label}: attended to all of {', '.join(where)}, as full attention does" for label, where in places.items()]
 
     def notes(self) -> list[str]:
         """Notes before a run: conditions that are full attention at some context, once each. See also `counted_notes`."""
-        found = []
-        for condition in self.conditions[1:]:
-            covered = " and ".join(self._covered(condition.covered_tokens))
-            if covered:
-                found.append(f"{condition.label}: covers {covered} whole, so it is full attention there")
-        return found
+        covers = ((c.label, " and ".join(self._covered(c.covered_tokens))) for c in self.conditions[1:])
+        return [f"{label}: covers {parts} whole, so it is full attention there" for label, parts in covers if parts]
 
     def _covered(self, most: int) -> Iterator[str]:
         """Parts of the plan that a condition attends to completely, if it does so up to `most` tokens."""
@@ -133,27 +132,16 @@ class Suite:
         numbered = enumerate(depth for _ in range(self.plan.samples) for depth in depths)
         yield from (Job(task.spec, context, number, 0, depth) for number, depth in numbered)
 
-    def run(
-        self,
-        folder: RunFolder,
-        on_progress: Callable[[int, int, str], None] | None = None,
-        on_error: Callable[[str, Exception], None] | None = None,
-        on_record: Callable[[Record], None] | None = None,
-    ) -> None:
-        """Runs the missing samples of this process's share; every finished sample is stored at once.
-
-        on_progress: called with (samples done, samples in all, what runs now); a sample is one answer under one condition.
-        on_error: called with what ran and its error, then the run continues with the next condition; without it the error ends
-        the run. on_record: called with each stored record. Raises FolderInUseError while another process writes the same share.
-        """
-        for _ in self.pieces(folder, on_progress, on_error, on_record):
+    def run(self, folder: RunFolder, *callbacks: Any, **named_callbacks: Any) -> None:
+        """As `pieces`, to the end."""
+        for _ in self.pieces(folder, *callbacks, **named_callbacks):
             pass
 
     def missing(self, folder: RunFolder) -> Counter[Cell]:
         """Number of missing samples of this process's share, by (task, context, label of the condition)."""
         works = share(self.works(), folder.shard)
-        asked = ((job, c) for work in works for c in work.conditions for job in work.jobs)
-        return Counter((job.task, job.context, c.label) for job, c in asked if job.key(c) not in folder.done)
+        samples = ((job, c) for work in works for c in work.conditions for job in work.jobs)
+        return Counter((job.task, job.context, c.label) for job, c in samples if job.key(c) not in folder.done)
 
     def works(self) -> list[Work]:
         """All pieces of work, of all processes."""
@@ -163,16 +151,21 @@ class Suite:
         self,
         folder: RunFolder,
         on_progress: Callable[[int, int, str], None] | None = None,
-        on_error: Callable[[str, Exception], None] | None = None,
+        on_error: OnError | None = None,
         on_record: Callable[[Record], None] | None = None,
     ) -> Iterator[float]:
-        """As `run`, as a generator: before each piece it yields the share of finished pieces, in [0, 1). It may be closed
-        between two pieces."""
+        """Runs the missing samples of this process's share; every finished sample is stored at once. Before each piece of work
+        it yields the share of finished ones, in [0, 1), and may be closed.
+
+        on_progress: called with (samples done, samples in all, what runs now); a sample is one answer under one condition.
+        on_error: called with what ran and its error, then the run continues with the next condition; without it the error ends
+        the run. on_record: called with each stored record. Raises FolderInUseError while another process writes the same share.
+        """
         works = share(self.works(), folder.shard)
         with folder.claimed():
             total = sum(len(work.keys) for work in works)
             done = total - sum(len(folder.missing(work.keys)) for work in works)
-            tell = on_progress or (lambda *_: None)
+            report = on_progress or (lambda *_: None)
             for number, work in enumerate(works):
                 # A batch is answered completely if any sample is missing, because another batch could round differently.
                 missing = [c for c in work.conditions if folder.missing(job.key(c) for job in work.jobs)]
@@ -181,19 +174,17 @@ class Suite:
                 yield number / len(works)
                 job = work.jobs[0]
                 where = job.task if job.context is None else f"{job.task} {job.context:,}"
-                tell(done, total, where)
+                report(done, total, where)
                 for record in self.answer(work.jobs, missing, on_error):
                     if key_of(record) not in folder.done:
                         folder.add(record)
                         done += 1
-                        tell(done, total, where)
+                        report(done, total, where)
                         if on_record is not None:
                             on_record(record)
 
-    def answer(
-        self, jobs: tuple[Job, ...], missing: list[Condition], on_error: Callable[[str, Exception], None] | None = None
-    ) -> Iterator[Record]:
-        """Records of jobs that are answered together, under the conditions. on_error: see `run`."""
+    def answer(self, jobs: tuple[Job, ...], missing: list[Condition], on_error: OnError | None = None) -> Iterator[Record]:
+        """Records of jobs that are answered together, under the conditions. on_error: see `pieces`."""
         steps = self._steps(jobs, missing)
         label = "the prompt"
         while True:
@@ -213,9 +204,8 @@ class Suite:
         if is_drift(job.task):
             yield "all conditions", partial(self._drift, job, missing)
             return
-        answer = (
-            self._solve(job, self.problems[job.task][job.sample]) if job.task in self.problems else self._ask(jobs, missing)
-        )
+        problems = self.problems.get(job.task)
+        answer = self._ask(jobs, missing) if problems is None else self._solve(job, problems[job.sample])
         yield from ((condition.label, partial(answer, condition)) for condition in missing)
 
     def _draw(self, job: Job) -> random.Random:
@@ -225,8 +215,8 @@ class Suite:
         """Reads the samples of one task and context once; returns a function that answers them under a condition."""
         task, context = generated(jobs[0].task), jobs[0].context
         assert context is not None
-        asked, turns = self.prompts(jobs)
-        readings = self.asker.read(asked, missing, context)
+        prompts, turns = self.prompts(jobs)
+        readings = self.asker.read(prompts, missing, context)
 
         def answer(condition: Condition) -> list[Record]:
             cache = readings.fork(condition)
@@ -236,26 +226,26 @@ class Suite:
                 answers = self.asker.answer(readings, cache, task.answer_tokens)
             spent = costs(cache)
             return [
-                job.record(condition) | _scored(task, own, said) | spent | _seconds(said.prefill_seconds, said.decode_seconds)
-                for job, own, said in zip(jobs, turns, answers, strict=True)
+                job.record(condition) | _scored(task, questions, answer) | spent
+                for job, questions, answer in zip(jobs, turns, answers, strict=True)
             ]
 
         return answer
 
     def prompts(self, jobs: Iterable[Job]) -> tuple[list[list[int]], list[tuple[Turn, ...]]]:
         """Samples of generated tasks: token ids of each prompt, which ends with its first question, and all its questions."""
-        asked: list[list[int]] = []
+        prompts: list[list[int]] = []
         turns: list[tuple[Turn, ...]] = []
         for job in jobs:
             task = generated(job.task)
             assert job.context is not None
-            document, own = self._made(task, job, self._room_tokens(task, job.context))
+            document, questions = self._sample(task, job, self._room_tokens(task, job.context))
             prompt = DocumentPrompt.of(self.asker.tokenizer, document, task.instruction)
-            asked.append(prompt.ask(own[0].question) + self.asker.ids(own[0].opening))
-            turns.append(own)
-        return asked, turns
+            prompts.append(prompt.ask(questions[0].question) + self.asker.ids(questions[0].opening))
+            turns.append(questions)
+        return prompts, turns
 
-    def _made(self, task: Task, job: Job, room_tokens: int) -> tuple[str, tuple[Turn, ...]]:
+    def _sample(self, task: Task, job: Job, room_tokens: int) -> tuple[str, tuple[Turn, ...]]:
         """A sample's document, of at most `room_tokens` tokens, and its questions. Raises ParameterError if they do not fit."""
         return task.make(Room(self.asker.count, room_tokens), self._draw(job), 0.5 if job.depth is None else job.depth)
 
@@ -279,11 +269,11 @@ class Suite:
 
     def _check_drift(self, spec: str) -> None:
         """Raises ParameterError if the prompt, or a given text, is too short."""
-        given, shortest = ":" in spec, min(self.plan.contexts)
-        least = 2 if given else _LEAST_OF_DRIFT
+        has_text, shortest = ":" in spec, min(self.plan.contexts)
+        least = 2 if has_text else _LEAST_OF_DRIFT
         if shortest < least:
             raise ParameterError("--context", f"at least {least} tokens for {spec}", shortest, "The context is the prompt.")
-        if given:
+        if has_text:
             drift.prompt_of(spec, self.asker.tokenizer, max(self.plan.contexts), self.plan.steps, random.Random())
 
     def _fits(self, task: Task, jobs: Iterable[Job], room_tokens: int) -> bool:
@@ -291,7 +281,7 @@ class Suite:
             return False
         try:
             for job in jobs:
-                self._made(task, job, room_tokens)
+                self._sample(task, job, room_tokens)
         except ParameterError:
             return False
         return True
@@ -304,10 +294,7 @@ class Suite:
             return self._fits(task, islice(self._jobs_of(task, tokens), samples), self._room_tokens(task, tokens))
 
         def least(low: int, high: int, samples: int | None = None) -> int:
-            while high - low > 1:
-                middle = (low + high) // 2
-                low, high = (low, middle) if fits(middle, samples) else (middle, high)
-            return high
+            return low + 1 + bisect_left(range(low + 1, high), True, key=lambda tokens: fits(tokens, samples))
 
         high = context
         while not fits(high, 1):
@@ -322,8 +309,6 @@ class Suite:
 
     def _solve(self, job: Job, problem: Problem) -> Callable[[Condition], list[Record]]:
         """Returns a function that solves the problem under a condition."""
-        from kvrecall import engine
-
         ids = chat_prompt(self.asker.tokenizer, problem.prompt)
         # The same random draws under every condition.
         seed = int.from_bytes(hashlib.sha256(f"{self.plan.seed}/{job.task}/{job.sample}/{job.attempt}".encode()).digest()[:4])
@@ -331,17 +316,16 @@ class Suite:
         def solve(condition: Condition) -> list[Record]:
             cache = RetrievalCache(self.asker.model.config, condition.method, host_rows=self.asker.host_rows)
             cache.tokenizer = self.asker.tokenizer
-            result = engine.generate(
-                self.asker.model, self.asker.tokenizer, self.asker.tensor(ids), cache, max_new_tokens=self.plan.max_new_tokens,
-                chunk_tokens=self.asker.chunk_tokens, temperature=self.plan.temperature, top_p=self.plan.top_p, seed=seed,
-            )  # fmt: skip
+            sampling = {"temperature": self.plan.temperature, "top_p": self.plan.top_p, "seed": seed, "capture": None}
+            result = self.asker.generate(self.asker.tensor(ids), cache, self.plan.max_new_tokens, **sampling)
             assert result.texts is not None
-            text = result.texts[0]
-            given = problem.extract(text)
-            own = {"score": float(problem.same(given)), "answers": [text], "given": given}
-            own |= {"expected": [[problem.answer]], "prompt_tokens": len(ids), "new_tokens": len(result.new_tokens[0])}
+            answer = problem.extract(result.texts[0])
+            record = {
+                "score": float(problem.same(answer)), "answers": result.texts, "given": answer, "expected": [[problem.answer]],
+                "prompt_tokens": len(ids), "new_tokens": len(result.new_tokens[0]),
+            }  # fmt: skip
             spent = costs(cache) | _seconds(result.prefill_seconds, result.decode_seconds)
-            return [job.record(condition) | own | spent]
+            return [job.record(condition) | record | spent]
 
         return solve
 
@@ -351,16 +335,17 @@ class Suite:
         prompt, forced = drift.prompt_of(job.task, self.asker.tokenizer, job.context, plan.steps, self._draw(job))
         sizes = {"steps": plan.steps, "window": plan.window}
         measured = drift.measure(self.asker, prompt, missing, **sizes, forced=forced, stop=self.stop)
-        found = [(condition, measured[condition.label]) for condition in missing]
-        return [job.record(condition) | own.to_dict() for condition, own in found if own.windows]
+        drifts = [(condition, measured[condition.label]) for condition in missing]
+        return [job.record(condition) | own.to_dict() for condition, own in drifts if own.windows]
 
 
-def _scored(task: Task, turns: tuple[Turn, ...], said: Conversation) -> Record:
-    scores = [task.score(text, turn) for text, turn in zip(said.texts, turns, strict=True)]
+def _scored(task: Task, turns: tuple[Turn, ...], answers: Conversation) -> Record:
+    scores = [task.score(text, turn) for text, turn in zip(answers.texts, turns, strict=True)]
     return {
-        "score": sum(scores) / len(scores), "scores": scores, "answers": said.texts,
-        "expected": [list(turn.answers) for turn in turns], "prompt_tokens": said.prompt_tokens, "new_tokens": said.new_tokens,
-    }  # fmt: skip
+        "score": sum(scores) / len(scores), "scores": scores, "answers": answers.texts,
+        "expected": [list(turn.answers) for turn in turns], "prompt_tokens": answers.prompt_tokens,
+        "new_tokens": answers.new_tokens,
+    } | _seconds(answers.prefill_seconds, answers.decode_seconds)  # fmt: skip
 
 
 def _seconds(prefill: float, decode: float) -> Record:

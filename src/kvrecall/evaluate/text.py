@@ -68,12 +68,10 @@ def filler(draw: random.Random) -> Iterator[str]:
         yield from draw.sample(sentences(), len(sentences()))
 
 
-def haystack(
-    draw: random.Random, count: Count, room_tokens: int, passages: list[tuple[float, str]], hay: Iterator[str] | None = None
-) -> str:
+def haystack(draw: random.Random, count: Count, room_tokens: int, passages: list[tuple[float, str]]) -> str:
     """At most `room_tokens` tokens of filler with the passages at their depths (0: first, 1: last), each in one piece.
 
-    hay: pieces of filler; sentences of the log if left out. Raises ParameterError if the passages alone do not fit.
+    Raises ParameterError if the passages alone do not fit.
     """
     used = sum(count(f" {text}") for _, text in passages)
     if used > room_tokens:
@@ -81,7 +79,7 @@ def haystack(
         raise ParameterError("context", f"room for {used:,} tokens of passages", room_tokens, remedy)
     pieces: list[str] = []
     costs: dict[str, int] = {}
-    for piece in filler(draw) if hay is None else hay:
+    for piece in filler(draw):
         cost = costs.setdefault(piece, count(f" {piece}"))
         if used + cost > room_tokens:
             break
