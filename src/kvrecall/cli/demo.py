@@ -39,7 +39,7 @@ def demo(
     chunk_tokens: options.SuitedChunkTokens = None,
 ) -> Result:
     """Read a town's log of 8,700 tokens, then answer questions about it with and without retrieval, and from disk."""
-    chosen = options.method_of(method, settings)
+    retrieval = options.method_of(method, settings)
 
     from kvrecall import Full, RetrievalCache, engine
     from kvrecall.engine.prompts import DocumentPrompt
@@ -52,12 +52,12 @@ def demo(
         notes().print(f"{FALLBACK} reads an excerpt of {EXCERPT_TOKENS:,} tokens: it is weak beyond 2,000.")
         document = excerpt(document, questions, lambda text: len(runtime.tokenizer(text)["input_ids"]), EXCERPT_TOKENS)
         # So short a text would be attended whole, and there would be nothing to see.
-        chosen = replace(chosen, full_attention_threshold=0)
+        retrieval = replace(retrieval, full_attention_threshold=0)
     prompt = DocumentPrompt.of(runtime.tokenizer, document)
     limit = runtime.limit_tokens
     prompts = [prompt.ask(q.question, max_new_tokens=max_new_tokens, limit_tokens=limit) for q in questions]
 
-    cache = RetrievalCache(runtime.model.config, chosen)
+    cache = RetrievalCache(runtime.model.config, retrieval)
     cache.tokenizer = runtime.tokenizer
     start = time.perf_counter()
     with token_bar(f"{runtime.name} reads the harbour log") as on_progress:
@@ -67,13 +67,17 @@ def demo(
     console = results()
     console.print(f"{runtime.name} read {len(prompt.prefix):,} tokens in {seconds(read_seconds)}, once for all questions.\n")
     # A fork keeps its zones, so both methods must agree about them.
-    zones = {"sink_tokens": chosen.sink_tokens, "local_tokens": chosen.local_tokens, "update_interval": chosen.update_interval}
+    zones = {
+        "sink_tokens": retrieval.sink_tokens,
+        "local_tokens": retrieval.local_tokens,
+        "update_interval": retrieval.update_interval,
+    }
     full = Full(**zones)
     rows: list[dict[str, Any]] = []
     for question, ids in zip(questions, prompts, strict=True):
         console.print(Text(question.question, style="bold"))
         row = {"question": question.question, "expected": question.answer, "depth": question.depth}
-        for key, other in (("retrieval", chosen), ("full_attention", full)):
+        for key, other in (("retrieval", retrieval), ("full_attention", full)):
             fork = cache.fork(other)
             write = to_stdout if key == "retrieval" else None
             generation = answer(runtime, ids, fork, write, max_new_tokens=max_new_tokens, chunk_tokens=chunk_tokens)
@@ -82,14 +86,14 @@ def demo(
             if write:
                 to_stdout("\n")
         rows.append(row)
-        console.print(_side_by_side(question, chosen.name, row))
+        console.print(_side_by_side(question, retrieval.name, row))
         console.print()
-    _conclude(console, chosen.name, rows)
+    _conclude(console, retrieval.name, rows)
     again = _again(runtime, cache, questions[0], max_new_tokens)
     _show_again(console, again, read_seconds)
     return {
         "model": runtime.name,
-        "method": chosen.name,
+        "method": retrieval.name,
         "document_tokens": prompt.document_tokens,
         "prefill_seconds": round(read_seconds, 3),
         "questions": rows,
@@ -175,15 +179,15 @@ def excerpt(document: str, questions: list[Question], count: Callable[[str], int
     """
     paragraphs = document.split("\n\n")
     tokens = [count(paragraph) + 1 for paragraph in paragraphs]
-    chosen = {_paragraph_of(question, paragraphs) for question in questions}
-    used, facts = sum(tokens[i] for i in chosen), sorted(chosen)
+    retrieval = {_paragraph_of(question, paragraphs) for question in questions}
+    used, facts = sum(tokens[i] for i in retrieval), sorted(retrieval)
     for distance in range(1, len(paragraphs)):
         for fact in facts:
             for near in (fact + distance, fact - distance):
-                if 0 <= near < len(paragraphs) and near not in chosen and used + tokens[near] <= limit_tokens:
-                    chosen.add(near)
+                if 0 <= near < len(paragraphs) and near not in retrieval and used + tokens[near] <= limit_tokens:
+                    retrieval.add(near)
                     used += tokens[near]
-    return "\n\n".join(paragraphs[i] for i in sorted(chosen))
+    return "\n\n".join(paragraphs[i] for i in sorted(retrieval))
 
 
 def _paragraph_of(question: Question, paragraphs: list[str]) -> int:

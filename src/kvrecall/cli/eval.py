@@ -96,11 +96,11 @@ def evaluate(
     from kvrecall.evaluate.summary import summarise
 
     runtime = loading.load()
-    chosen = conditions(specs, counts, runtime.layer_count)
+    choices = conditions(specs, counts, runtime.layer_count)
     asker = Asker(runtime.model, runtime.tokenizer, loading.chunk_tokens, None if capture else False, host_rows.value)
-    suite = Suite(plan, asker, chosen, batch_tokens)
+    suite = Suite(plan, asker, choices, batch_tokens)
     place = str(runtime.model.dtype), runtime.model.device.type
-    settings = configuration(plan, runtime.name, *place, chosen, loading.chunk_tokens, batch_tokens, capture, host_rows.value)
+    settings = configuration(plan, runtime.name, *place, choices, loading.chunk_tokens, batch_tokens, capture, host_rows.value)
     folder = RunFolder(out, settings, share)
     remarks = suite.notes()
     _print_notes(remarks)

@@ -38,7 +38,7 @@ def generate(
         got = "both" if prompt is not None else "neither"
         raise ParameterError("prompt", "PROMPT or --prompt-file", got, "Give one of the two.")
     text = read_text(prompt_file) if prompt_file is not None else non_empty(prompt or "", "prompt")
-    chosen = options.method_of(method, settings)
+    retrieval = options.method_of(method, settings)
     options.check_sampling(temperature, seed)
 
     from kvrecall import RetrievalCache
@@ -53,10 +53,10 @@ def generate(
         raise ParameterError("--max-new-tokens", expected, max_new_tokens, remedy)
     if limit is not None and len(ids) + max_new_tokens > limit:
         raise ContextLengthError("prompt", max(0, limit - max_new_tokens), len(ids))
-    cache = RetrievalCache(runtime.model.config, chosen, host_rows=host_rows.value)
+    cache = RetrievalCache(runtime.model.config, retrieval, host_rows=host_rows.value)
     limits = {"max_new_tokens": max_new_tokens, "chunk_tokens": chunk_tokens, "temperature": temperature, "seed": seed}
     generation = answer(runtime, ids, cache, to_stdout, **limits)
-    result = summary(runtime, chosen, len(ids), generation, cache)
+    result = summary(runtime, retrieval, len(ids), generation, cache)
     to_stdout("\n")
     details().print(stats_table(result))
     return result

@@ -83,13 +83,13 @@ def _about_session(folder: Path) -> Result:
 def _versions() -> dict[str, str | None]:
     import kvrecall
 
-    found: dict[str, str | None] = {"kvrecall": kvrecall.__version__, "python": platform.python_version()}
+    versions: dict[str, str | None] = {"kvrecall": kvrecall.__version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+            versions[package] = None
+    return versions
 
 
 def _devices() -> list[dict[str, Any]]:
@@ -97,8 +97,8 @@ def _devices() -> list[dict[str, Any]]:
 
     from kvrecall.cache.host_memory import available_host_bytes
 
-    named = torch.cpu.get_capabilities().get("cpu_name") if hasattr(torch.cpu, "get_capabilities") else None
-    cpu = {"device": "cpu", "name": named or platform.processor() or platform.machine(), "cores": os.cpu_count()}
+    cpu_name = torch.cpu.get_capabilities().get("cpu_name") if hasattr(torch.cpu, "get_capabilities") else None
+    cpu = {"device": "cpu", "name": cpu_name or platform.processor() or platform.machine(), "cores": os.cpu_count()}
     devices: list[dict[str, Any]] = [
         {**cpu, "threads": torch.get_num_threads(), "waiting": waiting(), "available_bytes": available_host_bytes()}
     ]

@@ -149,11 +149,11 @@ def writable(path: Path) -> Path:
     target = os.path.realpath(path)
     try:
         try:
-            made = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         except FileExistsError:  # must not be removed; opening a pipe without a reader would block
             os.close(os.open(target, os.O_WRONLY | (0 if sys.platform == "win32" else os.O_NONBLOCK)))
         else:
-            os.close(made)
+            os.close(descriptor)
             os.unlink(target)
     except OSError as error:
         raise OutputFileError(path, f"cannot be written ({error.strerror})") from None
@@ -169,9 +169,9 @@ def method_file(path: Path) -> Path:
 
 def writable_folder(path: Path) -> Path:
     """Returns the path of a folder of results; raises `OutputFileError` if it cannot be made. Does not make it."""
-    there = next(place for place in (path, *path.absolute().parents) if place.exists())
-    if not there.is_dir():
-        raise OutputFileError(path, f"cannot be a folder for results ({there} is a file)")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise OutputFileError(path, f"cannot be a folder for results ({there} may not be written to)")
+    nearest = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not nearest.is_dir():
+        raise OutputFileError(path, f"cannot be a folder for results ({nearest} is a file)")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise OutputFileError(path, f"cannot be a folder for results ({nearest} may not be written to)")
     return path

@@ -50,17 +50,17 @@ def plan(
 ) -> Result:
     """Tell how much memory, and disk as a session, a context needs, before anything is loaded. Weights count for vLLM alone."""
     context_tokens = options.token_count(context)
-    chosen: Any
+    retrieval: Any
     if engine is Engine.VLLM:
         options.check_plain(host_rows, "vLLM")
-        chosen = {"method": method or _VLLM_METHOD, **options.settings_of(settings)}
-        chosen |= {} if vllm.host_memory is None else {"host_memory": vllm.host_memory}
+        retrieval = {"method": method or _VLLM_METHOD, **options.settings_of(settings)}
+        retrieval |= {} if vllm.host_memory is None else {"host_memory": vllm.host_memory}
     else:
         for field in fields(vllm):
             if (value := getattr(vllm, field.name)) != field.default:
                 name = f"--{field.name.replace('_', '-')}"
                 raise ParameterError(name, "--engine vllm with it", value, "It is a setting of vLLM.")
-        chosen = options.method_of(method or options.DEFAULT_METHOD, settings)
+        retrieval = options.method_of(method or options.DEFAULT_METHOD, settings)
 
     from kvrecall.backends.transformers.families import context_limit
     from kvrecall.engine import memory
@@ -77,12 +77,12 @@ def plan(
     if engine is Engine.VLLM:
         pages = None if vllm.device_memory is None else bytes_of(vllm.device_memory, "--device-memory")
         result = memory.plan_vllm(
-            config, chosen, **shape, ranks=vllm.ranks, block_size=vllm.block_size or BLOCK_TOKENS, page_bytes=pages,
+            config, retrieval, **shape, ranks=vllm.ranks, block_size=vllm.block_size or BLOCK_TOKENS, page_bytes=pages,
             num_speculative_tokens=vllm.num_speculative_tokens,
         ).to_dict()  # fmt: skip
         _show_vllm(model, result)
     else:
-        result = memory.plan(config, method=chosen, **shape, host_rows=host_rows.value).to_dict()
+        result = memory.plan(config, method=retrieval, **shape, host_rows=host_rows.value).to_dict()
         result |= {"host_rows": host_rows.value}
         _show(model, result)
     return result | {"model_context_tokens": limit}

@@ -36,7 +36,7 @@ def read(
 ) -> Result:
     """Read text files into a saved session, for `ask` and `chat`. Interrupted, or with more files, the same call goes on."""
     texts = [read_text(file) for file in files]
-    chosen = options.method_of(method, settings)
+    retrieval = options.method_of(method, settings)
     writable_folder(out)
 
     from kvrecall import engine
@@ -44,7 +44,7 @@ def read(
 
     resumes = out.exists() and holds_session(out)  # raises for a folder of something else
     runtime = load_runtime(model, dtype, device)
-    document = engine.Document.of(runtime.model, runtime.tokenizer, texts, method=chosen, host_rows=host_rows.value)
+    document = engine.Document.of(runtime.model, runtime.tokenizer, texts, method=retrieval, host_rows=host_rows.value)
     document.check(["?"], 1)
     document.about |= {"model": runtime.name, "files": [printable_name(file) for file in files]}
     old_tokens = 0

@@ -74,14 +74,14 @@ def serve(
         raise ParameterError("options behind `--`", "none with --engine transformers", " ".join(arguments), "They are vLLM's.")
     folders = dict(_session(text, model) for text in session or [])
     memory = None if prefix_memory is None else byte_count(prefix_memory, "--prefix-memory")
-    chosen = options.method_of(method or options.DEFAULT_METHOD, settings)
+    retrieval = options.method_of(method or options.DEFAULT_METHOD, settings)
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
     result = {
-        "engine": Engine.TRANSFORMERS, "model": model, "method": chosen.name, "context": tokens, "host": host, "port": port,
+        "engine": Engine.TRANSFORMERS, "model": model, "method": retrieval.name, "context": tokens, "host": host, "port": port,
         "sessions": {name: str(folder) for name, folder in folders.items()},
     }  # fmt: skip
     if dry_run:
-        note(f"{model} with {chosen.name} at {url}, in this process")
+        note(f"{model} with {retrieval.name} at {url}, in this process")
         return result
     _without_json()
     rows: Any = host_rows.value
@@ -94,15 +94,15 @@ def serve(
     with listening(host, port) as socket:
         runtime = load_runtime(model, dtype, device)
         documents = {
-            name: Document.of(runtime.model, runtime.tokenizer, folder, method=chosen, host_rows=rows)
+            name: Document.of(runtime.model, runtime.tokenizer, folder, method=retrieval, host_rows=rows)
             for name, folder in folders.items()
         }
         memory = available_host_bytes() // 4 if memory is None else memory
         service = Service(
-            runtime.model, runtime.tokenizer, model, chosen, prefix_bytes=memory, context=tokens, host_rows=rows,
+            runtime.model, runtime.tokenizer, model, retrieval, prefix_bytes=memory, context=tokens, host_rows=rows,
             sessions=documents,
         )  # fmt: skip
-        note(f"{model} with {chosen.name} at {url}; prompts that were read take up to {size(memory)}")
+        note(f"{model} with {retrieval.name} at {url}; prompts that were read take up to {size(memory)}")
         Server(service).run(sockets=[socket])
     return result
 

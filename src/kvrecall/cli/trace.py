@@ -97,17 +97,17 @@ def recall(
     """Replay a method over a trace: what it finds, attends and moves, per layer or along the steps."""
     if markdown and as_json():
         raise ParameterError("--markdown", "no --json with it", "both", "Leave one of them out.")
-    chosen = options.method_of(method, settings)
+    retrieval = options.method_of(method, settings)
 
     from kvrecall.evaluate.recall import replay, replay_windows
     from kvrecall.evaluate.trace import Trace
 
     recording = Trace.load(trace)
-    with status(f"replaying {chosen.name} over {len(recording.layers)} layers"):
+    with status(f"replaying {retrieval.name} over {len(recording.layers)} layers"):
         if window is None:
-            reports = [report.to_dict() for report in replay(recording, chosen, truth_k=truth)]
+            reports = [report.to_dict() for report in replay(recording, retrieval, truth_k=truth)]
         else:
-            windows = replay_windows(recording, chosen, window, truth_k=truth)
+            windows = replay_windows(recording, retrieval, window, truth_k=truth)
             reports = [{"first_step": first} | report.to_dict() for first, report in windows]
     _show(reports, markdown)
     info = recording.info
@@ -115,7 +115,7 @@ def recall(
         "model": info.model,
         "prompt_tokens": info.prompt_tokens,
         "steps": info.steps,
-        "method": chosen.name,
+        "method": retrieval.name,
         "layers": reports,
     }
 

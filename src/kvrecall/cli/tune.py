@@ -31,7 +31,7 @@ def tune(
     loading: ModelOptions,
 ) -> Result:
     """Find budgets per layer that catch a wanted share of the attention on your text, and write a method file."""
-    chosen = options.method_of(method, settings)
+    retrieval = options.method_of(method, settings)
     if not 0 < mass <= 1:
         raise ParameterError("--mass", "a share in (0, 1]", mass, "0.95 keeps 95% of the attention.")
     if floor is not None and not 0 <= floor <= mass:
@@ -44,11 +44,11 @@ def tune(
     from kvrecall.evaluate.tune import tune as find
     from kvrecall.methods.files import save_method
 
-    check(chosen, mass, floor, stride)
+    check(retrieval, mass, floor, stride)
     options.method_file(out)
     runtime = loading.load()
     ids = runtime.token_ids(prompt_text, limit)
-    least = chosen.sink_tokens + chosen.local_tokens + steps + 2
+    least = retrieval.sink_tokens + retrieval.local_tokens + steps + 2
     if len(ids) < least:
         raise ParameterError("text", f"{least:,} tokens or more", f"{len(ids):,} tokens", "Give more text, or fewer --steps.")
     with token_bar("reading") as on_progress:
@@ -57,10 +57,10 @@ def tune(
             name=runtime.name, tokenizer=runtime.tokenizer, on_progress=on_progress,
         )  # fmt: skip
     with token_bar("trying budgets, by layer") as on_progress:
-        tuned = find(trace, chosen, mass, floor=floor, stride=stride, on_progress=on_progress)
+        tuned = find(trace, retrieval, mass, floor=floor, stride=stride, on_progress=on_progress)
     about = {"model": runtime.name, "text": [file.name for file in text], "tokens": len(ids), "wanted_mass": mass}
     save_method(tuned.method, out, layers=runtime.layer_count, about=about | {"mass": round(tuned.mass, 4)})
-    result = about | {"file": str(out), "method": chosen.name} | tuned.to_dict()
+    result = about | {"file": str(out), "method": retrieval.name} | tuned.to_dict()
     _show_budgets(result)
     return result
 

@@ -31,7 +31,7 @@ def verb(run: Callable[..., Result]) -> Callable[..., None]:
     errors.
     """
     parameters = inspect.signature(run, eval_str=True).parameters.values()
-    groups: dict[str, Any] = {each.name: each.annotation for each in parameters if is_dataclass(each.annotation)}
+    groups: dict[str, Any] = {p.name: p.annotation for p in parameters if is_dataclass(p.annotation)}
 
     @functools.wraps(run)
     def command(*, as_json: bool, **values: Any) -> None:

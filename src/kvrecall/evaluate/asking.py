@@ -11,7 +11,6 @@ from torch import Tensor
 from kvrecall import engine
 from kvrecall.backends.transformers import RetrievalCache
 from kvrecall.engine.job import GenerateResult
-from kvrecall.engine.prefill import context_limit
 from kvrecall.engine.prompts import next_prompt, plain_ids
 from kvrecall.evaluate.plan import Condition
 from kvrecall.evaluate.tasks import Turn
@@ -38,11 +37,6 @@ class Asker:
     chunk_tokens: int = 1024
     capture: bool | None = False
     host_rows: Literal["plain", "fp8"] = "plain"
-
-    @property
-    def limit_tokens(self) -> int | None:
-        """The model's context in tokens; None if its config does not say."""
-        return context_limit(self.model)
 
     def ids(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
@@ -25,6 +25,7 @@ from kvrecall.evaluate.asking import Asker, costs
 from kvrecall.evaluate.plan import FULL, Condition
 from kvrecall.evaluate.problems import task_text
 from kvrecall.evaluate.recall import top_k_recall
+from kvrecall.evaluate.runs import Window
 from kvrecall.evaluate.text import haystack
 from kvrecall.methods.full import Full
 
@@ -33,22 +34,6 @@ _AHEAD = 64
 """Tokens of a given text that full attention reads at a time."""
 STRIDE = 8
 """Recall is measured at every eighth step: the true top-k costs as much as the attention itself."""
-
-
-@dataclass(frozen=True)
-class Window:
-    """Means over consecutive steps.
-
-    agreement: share of steps whose likeliest token is that of full attention. kl: Kullback-Leibler divergence of the method's
-    next-token distribution from that of full attention, in nats. recall: share of each query head's true top-100 of the
-    retrieval zone that is attended to, over layers that search; None where nothing is searched.
-    """
-
-    first_step: int
-    steps: int
-    agreement: float
-    kl: float
-    recall: float | None
 
 
 @dataclass(frozen=True)
@@ -64,7 +49,7 @@ class Drift:
         """JSON-able; `score` is the agreement over all steps."""
         steps = sum(w.steps for w in self.windows)
         score = sum(w.agreement * w.steps for w in self.windows) / steps
-        record = {"score": score, "windows": [asdict(w) for w in self.windows], "layers": self.layers}
+        record = {"score": score, "windows": [window.model_dump() for window in self.windows], "layers": self.layers}
         return record | {"prompt_tokens": self.prompt_tokens, "new_tokens": steps} | self.costs
 
 
@@ -160,7 +145,8 @@ class _Probe:
         for first in range(0, steps, window):
             agreement, kl = self.agreement[first : first + window], self.kl[first : first + window]
             recalls = [r for step, _, r in self.recalls if first <= step < first + window]
-            windows.append(Window(first, len(kl), fmean(agreement), fmean(kl), fmean(recalls) if recalls else None))
+            recall = fmean(recalls) if recalls else None
+            windows.append(Window(first_step=first, steps=len(kl), agreement=fmean(agreement), kl=fmean(kl), recall=recall))
         numbers = sorted({layer for _, layer, _ in self.recalls})
         layers = {n: fmean([r for _, layer, r in self.recalls if layer == n]) for n in numbers}
         spent: dict[str, float | None] = costs(self.cache)

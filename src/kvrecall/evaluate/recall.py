@@ -100,8 +100,8 @@ def _tables(trace: Trace, method: Method, layers: tuple[int, ...] | None, truth_
     zones = method.zone_sizes()
     if trace.info.prompt_tokens <= zones.sink_tokens + zones.local_tokens:
         raise ParameterError("trace", "a prompt longer than sink + local", trace.info.prompt_tokens, "Trace a longer text.")
-    chosen = trace.info.layers if layers is None else layers
-    return {n: _replay_layer(trace, n, method, truth_k or method.at(n).top_k or 0) for n in chosen}
+    numbers = trace.info.layers if layers is None else layers
+    return {n: _replay_layer(trace, n, method, truth_k or method.at(n).top_k or 0) for n in numbers}
 
 
 @torch.inference_mode()
@@ -162,8 +162,8 @@ def _measure(
 def _lse(layer: LayerTrace, queries: Tensor, first: int, prompt: int, scaling: float) -> Tensor:
     """Log-sum-exp fp32 `[H_q, W]` of the prompt's queries from token `first` on, over the tokens before each."""
     rows = torch.stack([layer.keys[:, :first], layer.values[:, :first]], 2)
-    own = attend_causal(queries, layer.keys[:, first:prompt], layer.values[:, first:prompt], scaling)
-    return merge([attend_block(queries, rows, scaling), own]).lse[0]
+    causal = attend_causal(queries, layer.keys[:, first:prompt], layer.values[:, first:prompt], scaling)
+    return merge([attend_block(queries, rows, scaling), causal]).lse[0]
 
 
 def grouped_logits(query: Tensor, keys: Tensor) -> Tensor:

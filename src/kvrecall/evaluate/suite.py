@@ -14,10 +14,11 @@ from typing import Any
 
 from kvrecall.backends.transformers import RetrievalCache
 from kvrecall.core.errors import ContextLengthError, ParameterError
+from kvrecall.engine.prefill import context_limit
 from kvrecall.engine.prompts import DocumentPrompt, chat_prompt, next_turn
 from kvrecall.evaluate import drift
 from kvrecall.evaluate.asking import Asker, Conversation, costs
-from kvrecall.evaluate.plan import Condition, Job, Plan, Work, portions, share
+from kvrecall.evaluate.plan import Batch, Condition, Plan, Sample, batches, share
 from kvrecall.evaluate.problems import FORMATS, Problem, is_drift, read_problems
 from kvrecall.evaluate.runs import Record, RunFolder, key_of
 from kvrecall.evaluate.summary import Row
@@ -36,7 +37,7 @@ _LONGEST_NEEDED = 1 << 16
 
 @dataclass
 class Suite:
-    """A plan for a model under conditions. batch_tokens: see `plan.portions`. stop: ends long generation, see `drift.measure`.
+    """A plan for a model under conditions. batch_tokens: see `plan.batches`. stop: ends long generation, see `drift.measure`.
 
     Raises before anything runs if a context is too long for the model or too short for a task.
     """
@@ -53,7 +54,7 @@ class Suite:
                 self._check_room(generated(spec))
             elif is_drift(spec):
                 self._check_drift(spec)
-        limit = self.asker.limit_tokens
+        limit = context_limit(self.asker.model)
         if limit is None:
             return
         for spec in self.plan.tasks:
@@ -76,7 +77,7 @@ class Suite:
     def _prompt_tokens(self) -> dict[str, list[int]]:
         """Tokens of every problem's prompt, by set."""
         tokenizer = self.asker.tokenizer
-        return {spec: [len(chat_prompt(tokenizer, p.prompt)) for p in listed] for spec, listed in self.problems.items()}
+        return {spec: [len(chat_prompt(tokenizer, p.prompt)) for p in problems] for spec, problems in self.problems.items()}
 
     def counted_notes(self, rows: list[Row]) -> list[str]:
         """Notes after a run: conditions that attended to everything although the context is longer than they cover, because
@@ -112,25 +113,25 @@ class Suite:
             until = f" (with solutions up to {most:,} tokens in all)" if longest > most else ""
             yield f"the prompts of {', '.join(sets)}{until}"
 
-    def jobs(self) -> Iterator[Job]:
+    def samples(self) -> Iterator[Sample]:
         """Every sample, in the order in which they run."""
         plan = self.plan
         for spec in plan.tasks:
             if spec in self.problems:
                 for number in range(len(self.problems[spec])):
-                    yield from (Job(spec, None, number, attempt) for attempt in range(plan.attempts))
+                    yield from (Sample(spec, None, number, attempt) for attempt in range(plan.attempts))
             elif is_drift(spec):
                 texts = 1 if ":" in spec else plan.samples  # a file is one sample
-                yield from (Job(spec, context, number, 0) for context in plan.contexts for number in range(texts))
+                yield from (Sample(spec, context, number, 0) for context in plan.contexts for number in range(texts))
             else:
                 for context in plan.contexts:
-                    yield from self._jobs_of(generated(spec), context)
+                    yield from self._samples_of(generated(spec), context)
 
-    def _jobs_of(self, task: Task, context: int) -> Iterator[Job]:
+    def _samples_of(self, task: Task, context: int) -> Iterator[Sample]:
         """Samples of a generated task. Depths repeat, so that a run with fewer samples is the beginning of one with more."""
         depths = self.plan.depths if task.depths else (None,)
         numbered = enumerate(depth for _ in range(self.plan.samples) for depth in depths)
-        yield from (Job(task.spec, context, number, 0, depth) for number, depth in numbered)
+        yield from (Sample(task.spec, context, number, 0, depth) for number, depth in numbered)
 
     def run(self, folder: RunFolder, *callbacks: Any, **named_callbacks: Any) -> None:
         """As `pieces`, to the end."""
@@ -139,13 +140,13 @@ class Suite:
 
     def missing(self, folder: RunFolder) -> Counter[Cell]:
         """Number of missing samples of this process's share, by (task, context, label of the condition)."""
-        works = share(self.works(), folder.shard)
-        samples = ((job, c) for work in works for c in work.conditions for job in work.jobs)
-        return Counter((job.task, job.context, c.label) for job, c in samples if job.key(c) not in folder.done)
+        batches = share(self.batches(), folder.shard)
+        samples = ((sample, c) for batch in batches for c in batch.conditions for sample in batch.samples)
+        return Counter((sample.task, sample.context, c.label) for sample, c in samples if sample.key(c) not in folder.done)
 
-    def works(self) -> list[Work]:
-        """All pieces of work, of all processes."""
-        return list(portions(self.jobs(), self.conditions, self.batch_tokens))
+    def batches(self) -> list[Batch]:
+        """All batches, of all processes."""
+        return list(batches(self.samples(), self.conditions, self.batch_tokens))
 
     def pieces(
         self,
@@ -154,28 +155,28 @@ class Suite:
         on_error: OnError | None = None,
         on_record: Callable[[Record], None] | None = None,
     ) -> Iterator[float]:
-        """Runs the missing samples of this process's share; every finished sample is stored at once. Before each piece of work
+        """Runs the missing samples of this process's share; every finished sample is stored at once. Before each batch
         it yields the share of finished ones, in [0, 1), and may be closed.
 
         on_progress: called with (samples done, samples in all, what runs now); a sample is one answer under one condition.
         on_error: called with what ran and its error, then the run continues with the next condition; without it the error ends
         the run. on_record: called with each stored record. Raises FolderInUseError while another process writes the same share.
         """
-        works = share(self.works(), folder.shard)
+        batches = share(self.batches(), folder.shard)
         with folder.claimed():
-            total = sum(len(work.keys) for work in works)
-            done = total - sum(len(folder.missing(work.keys)) for work in works)
+            total = sum(len(batch.keys) for batch in batches)
+            done = total - sum(len(folder.missing(batch.keys)) for batch in batches)
             report = on_progress or (lambda *_: None)
-            for number, work in enumerate(works):
+            for number, batch in enumerate(batches):
                 # A batch is answered completely if any sample is missing, because another batch could round differently.
-                missing = [c for c in work.conditions if folder.missing(job.key(c) for job in work.jobs)]
+                missing = [c for c in batch.conditions if folder.missing(sample.key(c) for sample in batch.samples)]
                 if not missing:
                     continue
-                yield number / len(works)
-                job = work.jobs[0]
-                where = job.task if job.context is None else f"{job.task} {job.context:,}"
+                yield number / len(batches)
+                sample = batch.samples[0]
+                where = sample.task if sample.context is None else f"{sample.task} {sample.context:,}"
                 report(done, total, where)
-                for record in self.answer(work.jobs, missing, on_error):
+                for record in self.answer(batch.samples, missing, on_error):
                     if key_of(record) not in folder.done:
                         folder.add(record)
                         done += 1
@@ -183,9 +184,11 @@ class Suite:
                         if on_record is not None:
                             on_record(record)
 
-    def answer(self, jobs: tuple[Job, ...], missing: list[Condition], on_error: OnError | None = None) -> Iterator[Record]:
-        """Records of jobs that are answered together, under the conditions. on_error: see `pieces`."""
-        steps = self._steps(jobs, missing)
+    def answer(
+        self, samples: tuple[Sample, ...], missing: list[Condition], on_error: OnError | None = None
+    ) -> Iterator[Record]:
+        """Records of samples that are answered together, under the conditions. on_error: see `pieces`."""
+        steps = self._steps(samples, missing)
         label = "the prompt"
         while True:
             try:
@@ -196,26 +199,26 @@ class Suite:
             except Exception as error:
                 if on_error is None:
                     raise
-                on_error(f"{jobs[0].task} at {jobs[0].context}, sample {jobs[0].sample}, {label}", error)
+                on_error(f"{samples[0].task} at {samples[0].context}, sample {samples[0].number}, {label}", error)
 
-    def _steps(self, jobs: tuple[Job, ...], missing: list[Condition]) -> Iterator[tuple[str, Callable[[], list[Record]]]]:
+    def _steps(self, samples: tuple[Sample, ...], missing: list[Condition]) -> Iterator[tuple[str, Callable[[], list[Record]]]]:
         """(label, function that returns the records) for each condition; shared work is done before the first."""
-        job = jobs[0]
-        if is_drift(job.task):
-            yield "all conditions", partial(self._drift, job, missing)
+        sample = samples[0]
+        if is_drift(sample.task):
+            yield "all conditions", partial(self._drift, sample, missing)
             return
-        problems = self.problems.get(job.task)
-        answer = self._ask(jobs, missing) if problems is None else self._solve(job, problems[job.sample])
+        problems = self.problems.get(sample.task)
+        answer = self._ask(samples, missing) if problems is None else self._solve(sample, problems[sample.number])
         yield from ((condition.label, partial(answer, condition)) for condition in missing)
 
-    def _draw(self, job: Job) -> random.Random:
-        return random.Random(f"{self.plan.seed}/{job.task}/{job.context}/{job.sample}")
+    def _draw(self, sample: Sample) -> random.Random:
+        return random.Random(f"{self.plan.seed}/{sample.task}/{sample.context}/{sample.number}")
 
-    def _ask(self, jobs: tuple[Job, ...], missing: list[Condition]) -> Callable[[Condition], list[Record]]:
+    def _ask(self, samples: tuple[Sample, ...], missing: list[Condition]) -> Callable[[Condition], list[Record]]:
         """Reads the samples of one task and context once; returns a function that answers them under a condition."""
-        task, context = generated(jobs[0].task), jobs[0].context
+        task, context = generated(samples[0].task), samples[0].context
         assert context is not None
-        prompts, turns = self.prompts(jobs)
+        prompts, turns = self.prompts(samples)
         readings = self.asker.read(prompts, missing, context)
 
         def answer(condition: Condition) -> list[Record]:
@@ -226,28 +229,28 @@ class Suite:
                 answers = self.asker.answer(readings, cache, task.answer_tokens)
             spent = costs(cache)
             return [
-                job.record(condition) | _scored(task, questions, answer) | spent
-                for job, questions, answer in zip(jobs, turns, answers, strict=True)
+                sample.record(condition) | _scored(task, questions, answer) | spent
+                for sample, questions, answer in zip(samples, turns, answers, strict=True)
             ]
 
         return answer
 
-    def prompts(self, jobs: Iterable[Job]) -> tuple[list[list[int]], list[tuple[Turn, ...]]]:
+    def prompts(self, samples: Iterable[Sample]) -> tuple[list[list[int]], list[tuple[Turn, ...]]]:
         """Samples of generated tasks: token ids of each prompt, which ends with its first question, and all its questions."""
         prompts: list[list[int]] = []
         turns: list[tuple[Turn, ...]] = []
-        for job in jobs:
-            task = generated(job.task)
-            assert job.context is not None
-            document, questions = self._sample(task, job, self._room_tokens(task, job.context))
+        for sample in samples:
+            task = generated(sample.task)
+            assert sample.context is not None
+            document, questions = self._sample(task, sample, self._room_tokens(task, sample.context))
             prompt = DocumentPrompt.of(self.asker.tokenizer, document, task.instruction)
             prompts.append(prompt.ask(questions[0].question) + self.asker.ids(questions[0].opening))
             turns.append(questions)
         return prompts, turns
 
-    def _sample(self, task: Task, job: Job, room_tokens: int) -> tuple[str, tuple[Turn, ...]]:
+    def _sample(self, task: Task, sample: Sample, room_tokens: int) -> tuple[str, tuple[Turn, ...]]:
         """A sample's document, of at most `room_tokens` tokens, and its questions. Raises ParameterError if they do not fit."""
-        return task.make(Room(self.asker.count, room_tokens), self._draw(job), 0.5 if job.depth is None else job.depth)
+        return task.make(Room(self.asker.count, room_tokens), self._draw(sample), 0.5 if sample.depth is None else sample.depth)
 
     def _room_tokens(self, task: Task, context: int) -> int:
         """Tokens for the document: the context minus template, questions and answers."""
@@ -259,11 +262,11 @@ class Suite:
     def _check_room(self, task: Task) -> None:
         """Raises ParameterError, with the needed context, if one of the plan's contexts is too short for a task."""
         for context in sorted(self.plan.contexts):
-            first = next(self._jobs_of(task, context))
+            first = next(self._samples_of(task, context))
             # If half the room is enough for one sample, the whole room is enough for all, here and at longer contexts.
             if self._fits(task, [first], self._room_tokens(task, context) // 2):
                 return
-            if not self._fits(task, self._jobs_of(task, context), self._room_tokens(task, context)):
+            if not self._fits(task, self._samples_of(task, context), self._room_tokens(task, context)):
                 remedy = "Documents, questions and answers need room."
                 raise ParameterError("--context", f"{self._needed(task, context)} tokens for {task.spec}", context, remedy)
 
@@ -276,12 +279,12 @@ class Suite:
         if has_text:
             drift.prompt_of(spec, self.asker.tokenizer, max(self.plan.contexts), self.plan.steps, random.Random())
 
-    def _fits(self, task: Task, jobs: Iterable[Job], room_tokens: int) -> bool:
+    def _fits(self, task: Task, samples: Iterable[Sample], room_tokens: int) -> bool:
         if room_tokens < _LEAST_TOKENS:
             return False
         try:
-            for job in jobs:
-                self._sample(task, job, room_tokens)
+            for sample in samples:
+                self._sample(task, sample, room_tokens)
         except ParameterError:
             return False
         return True
@@ -291,7 +294,7 @@ class Suite:
         context."""
 
         def fits(tokens: int, samples: int | None = None) -> bool:
-            return self._fits(task, islice(self._jobs_of(task, tokens), samples), self._room_tokens(task, tokens))
+            return self._fits(task, islice(self._samples_of(task, tokens), samples), self._room_tokens(task, tokens))
 
         def least(low: int, high: int, samples: int | None = None) -> int:
             return low + 1 + bisect_left(range(low + 1, high), True, key=lambda tokens: fits(tokens, samples))
@@ -302,16 +305,18 @@ class Suite:
                 return f"more than {high:,}"
             high *= 2
         # First with one sample, because counting the tokens of all takes long.
-        low = high = least(context - 1, high, 1)
+        high = least(context - 1, high, 1)
+        low = high - 1
         while not fits(high):
             low, high = high, high + max(1, high // 64)
         return f"at least {least(low, high):,}"
 
-    def _solve(self, job: Job, problem: Problem) -> Callable[[Condition], list[Record]]:
+    def _solve(self, sample: Sample, problem: Problem) -> Callable[[Condition], list[Record]]:
         """Returns a function that solves the problem under a condition."""
         ids = chat_prompt(self.asker.tokenizer, problem.prompt)
         # The same random draws under every condition.
-        seed = int.from_bytes(hashlib.sha256(f"{self.plan.seed}/{job.task}/{job.sample}/{job.attempt}".encode()).digest()[:4])
+        draw = hashlib.sha256(f"{self.plan.seed}/{sample.task}/{sample.number}/{sample.attempt}".encode())
+        seed = int.from_bytes(draw.digest()[:4])
 
         def solve(condition: Condition) -> list[Record]:
             cache = RetrievalCache(self.asker.model.config, condition.method, host_rows=self.asker.host_rows)
@@ -325,18 +330,18 @@ class Suite:
                 "prompt_tokens": len(ids), "new_tokens": len(result.new_tokens[0]),
             }  # fmt: skip
             spent = costs(cache) | _seconds(result.prefill_seconds, result.decode_seconds)
-            return [job.record(condition) | record | spent]
+            return [sample.record(condition) | record | spent]
 
         return solve
 
-    def _drift(self, job: Job, missing: list[Condition]) -> list[Record]:
-        assert job.context is not None
+    def _drift(self, sample: Sample, missing: list[Condition]) -> list[Record]:
+        assert sample.context is not None
         plan = self.plan
-        prompt, forced = drift.prompt_of(job.task, self.asker.tokenizer, job.context, plan.steps, self._draw(job))
+        prompt, forced = drift.prompt_of(sample.task, self.asker.tokenizer, sample.context, plan.steps, self._draw(sample))
         sizes = {"steps": plan.steps, "window": plan.window}
         measured = drift.measure(self.asker, prompt, missing, **sizes, forced=forced, stop=self.stop)
         drifts = [(condition, measured[condition.label]) for condition in missing]
-        return [job.record(condition) | own.to_dict() for condition, own in drifts if own.windows]
+        return [sample.record(condition) | own.to_dict() for condition, own in drifts if own.windows]
 
 
 def _scored(task: Task, turns: tuple[Turn, ...], answers: Conversation) -> Record:

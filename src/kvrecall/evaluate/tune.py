@@ -100,13 +100,13 @@ def watch_answers(
     """
     recorder = _QueryRecorder(asker.model, asker.tokenizer, asker.chunk_tokens)  # uncaptured, to see queries
     suite = Suite(plan, recorder, [Condition(FULL, Full(), None)])
-    jobs = list(suite.jobs())
-    for done, job in enumerate(jobs):
+    samples = list(suite.samples())
+    for done, sample in enumerate(samples):
         if on_progress:
-            on_progress(done, len(jobs))
-        list(suite.answer((job,), suite.conditions))
+            on_progress(done, len(samples))
+        list(suite.answer((sample,), suite.conditions))
     if on_progress:
-        on_progress(len(jobs), len(jobs))
+        on_progress(len(samples), len(samples))
     return {number: [torch.stack(steps) for steps in parts if steps] for number, parts in recorder.queries.items()}
 
 
@@ -245,22 +245,22 @@ def tune(
         if on_progress:
             on_progress(done, len(trace.info.layers))
         options[number] = list(_options(trace, number, method))
-    options = {n: [o for o in each if o.mass >= floor] for n, each in options.items()}
-    chosen = choose(options, mass)
+    options = {n: [o for o in layer if o.mass >= floor] for n, layer in options.items()}
+    choice = choose(options, mass)
     uniform = _uniform(options, mass)
     # Dense layers of the method stay dense; layers without a replay do not change.
-    dense = tuple(sorted({*method.dense_layers, *(n for n, o in chosen.items() if o.settings is None)}))
-    layers = {n: dict(o.settings) for n, o in chosen.items() if o.settings is not None}
+    dense = tuple(sorted({*method.dense_layers, *(n for n, o in choice.items() if o.settings is None)}))
+    layers = {n: dict(o.settings) for n, o in choice.items() if o.settings is not None}
     tuned = replace(method, dense_layers=dense, per_layer={**dict(method.per_layer), **layers})
     reports = replay(trace, tuned)
     if on_progress:
         on_progress(len(options), len(options))
     choices = [
         LayerChoice(n, layers.get(n), round(r.mass, 4), o.step_bytes, _needs(trace, n, tuned, mass))
-        for (n, o), r in zip(chosen.items(), reports, strict=False)
+        for (n, o), r in zip(choice.items(), reports, strict=False)
     ]
-    full = sum(_zone_bytes(trace, n, method) for n in chosen)
-    return Tuned(tuned, reports[-1].mass, sum(o.step_bytes for o in chosen.values()), full, *uniform, choices)
+    full = sum(_zone_bytes(trace, n, method) for n in choice)
+    return Tuned(tuned, reports[-1].mass, sum(o.step_bytes for o in choice.values()), full, *uniform, choices)
 
 
 def check(method: Method, mass: float, floor: float | None, stride: float | None) -> None:
@@ -287,16 +287,16 @@ def choose(options: dict[int, list[Option]], mass: float) -> dict[int, Option]:
     """
     units = np.arange(math.ceil(mass * len(options) * _UNITS - 1e-6) + 1)
     cost = np.where(units == 0, 0.0, np.inf)
-    taken = []
-    for each in options.values():
-        tried = np.stack([cost[np.maximum(units - _units(o), 0)] + o.step_bytes for o in each])
-        taken.append(tried.argmin(0))
-        cost = tried.min(0)
-    left, chosen = units[-1], {}
-    for (number, each), picks in zip(reversed(options.items()), reversed(taken), strict=True):
-        chosen[number] = each[picks[left]]
-        left = max(left - _units(chosen[number]), 0)
-    return dict(sorted(chosen.items()))
+    picks = []
+    for layer in options.values():
+        costs = np.stack([cost[np.maximum(units - _units(o), 0)] + o.step_bytes for o in layer])
+        picks.append(costs.argmin(0))
+        cost = costs.min(0)
+    need, choice = units[-1], {}
+    for (number, layer), pick in zip(reversed(options.items()), reversed(picks), strict=True):
+        choice[number] = layer[pick[need]]
+        need = max(need - _units(choice[number]), 0)
+    return dict(sorted(choice.items()))
 
 
 def _units(option: Option) -> int:
@@ -342,10 +342,10 @@ def _with_thresholds(trace: Trace, method: Method, stride: float) -> Method:
 def _uniform(options: dict[int, list[Option]], mass: float) -> tuple[dict[str, Any] | None, float | None]:
     """The cheapest settings for all layers together, and their cost; layers without this option attend to everything."""
     best: tuple[dict[str, Any] | None, float | None] = None, None
-    for settings in sorted({o.settings for each in options.values() for o in each if o.settings}):
-        picked = [next((o for o in each if o.settings == settings), each[0]) for each in options.values()]
-        cost = sum(o.step_bytes for o in picked)
-        if sum(o.mass for o in picked) >= mass * len(picked) and (best[1] is None or cost < best[1]):
+    for settings in sorted({o.settings for layer in options.values() for o in layer if o.settings}):
+        same = [next((o for o in layer if o.settings == settings), layer[0]) for layer in options.values()]
+        cost = sum(o.step_bytes for o in same)
+        if sum(o.mass for o in same) >= mass * len(same) and (best[1] is None or cost < best[1]):
             best = dict(settings), cost
     return best
 

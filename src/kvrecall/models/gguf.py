@@ -174,10 +174,7 @@ def _scaling_of_factors(tensors: dict[str, list[float]], text: Any) -> dict[str,
     scaled.rope_parameters = {"rope_theta": theta, **scaling}
     frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](scaled, torch.device("cpu"))
     expected = [theta ** (-i / len(factors)) / factor for i, factor in enumerate(factors)]
-    if len(frequencies) != len(expected) or not all(map(_close, frequencies.tolist(), expected)):
+    pairs = zip(frequencies.tolist(), expected, strict=False)
+    if len(frequencies) != len(expected) or not all(math.isclose(*pair, rel_tol=1e-3) for pair in pairs):
         raise FormatError("its RoPE scaling by the tensor 'rope_freqs.weight' is not that of Llama 3 and cannot be applied")
     return scaling
-
-
-def _close(a: float, b: float) -> bool:
-    return math.isclose(a, b, rel_tol=1e-3)

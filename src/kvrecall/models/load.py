@@ -152,9 +152,9 @@ def _reading(spec: str, problem: str, remedy: str) -> Iterator[None]:
     except MemoryError as error:
         raise ModelFilesError(spec, "does not fit in memory", "Free some, or choose a smaller model or dtype.") from error
     except Exception as error:
-        said = (str(error).strip().splitlines() or ["no details"])[0]
+        message = (str(error).strip().splitlines() or ["no details"])[0]
         kind = "" if isinstance(error, FormatError) else f"{type(error).__name__}: "
-        raise ModelFilesError(spec, f"{problem} ({kind}{said})", remedy) from error
+        raise ModelFilesError(spec, f"{problem} ({kind}{message})", remedy) from error
     finally:
         logging.set_verbosity(verbosity)
         if bars:
@@ -210,6 +210,6 @@ def _check_loaded(model: Any, report: dict[str, Any]) -> None:
         raise FormatError(f"the files lack {len(missing):,} weights, which would be random numbers: {missing[0]}, …")
     layers = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
     for name in report["unexpected_keys"]:
-        found = re.search(r"(?:^|\.)(?:layers|blk|h)\.(\d+)\.", name)
-        if layers is not None and found and int(found[1]) >= layers:
-            raise FormatError(f"the files hold weights of layer {int(found[1])}, its config asks for {layers} layers")
+        layer = re.search(r"(?:^|\.)(?:layers|blk|h)\.(\d+)\.", name)
+        if layers is not None and layer and int(layer[1]) >= layers:
+            raise FormatError(f"the files hold weights of layer {int(layer[1])}, its config asks for {layers} layers")
