@@ -55,10 +55,10 @@ def export(args: argparse.Namespace) -> None:
 
 def of_transformers(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of full attention and of ours."""
-    asked = suite(args)
+    evaluation = suite(args)
     rows = []
-    for job in asked.jobs():
-        for record in asked.answer((job,), asked.conditions):
+    for sample in evaluation.samples():
+        for record in evaluation.answer((sample,), evaluation.conditions):
             engine = "transformers, " + ("full" if record["condition"] == "full" else "kvrecall")
             rows.append({name: record[name] for name in ("task", "context", "sample", "score", "prompt_tokens")})
             rows[-1] |= {"engine": engine, "answer": record["answers"][0]}
@@ -70,11 +70,11 @@ def of_vllm(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of one vLLM engine."""
     from vllm import LLM, SamplingParams
 
-    asked = suite(args)
-    tokenizer, jobs = asked.asker.tokenizer, list(asked.jobs())
-    ends = asked.asker.model.generation_config.eos_token_id
-    prompts, turns = asked.prompts(jobs)
-    asked.asker.model.to(torch.device("meta"))  # type: ignore[arg-type] # its memory is vLLM's now
+    evaluation = suite(args)
+    tokenizer, samples = evaluation.asker.tokenizer, list(evaluation.samples())
+    ends = evaluation.asker.model.generation_config.eos_token_id
+    prompts, turns = evaluation.prompts(samples)
+    evaluation.asker.model.to(torch.device("meta"))  # type: ignore[arg-type] # its memory is vLLM's now
     settings: dict[str, Any] = {"dtype": args.dtype, "max_model_len": args.context, "generation_config": "vllm"}
     if args.command == "kvrecall":
         own = {"method": NAME, "top_k": args.top_k, **ZONES, "host_memory": "4GiB"}
@@ -83,14 +83,15 @@ def of_vllm(args: argparse.Namespace) -> list[dict[str, Any]]:
     llm: Any = LLM(model=str(args.model), enforce_eager=True, max_num_seqs=8, seed=0, **settings)
     rows = []
     stop = ends if isinstance(ends, list) else [ends]
-    sampling = [
-        SamplingParams(temperature=0, max_tokens=generated(job.task).answer_tokens, stop_token_ids=stop) for job in jobs
-    ]
-    made = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling)
-    for job, ids, own, answer in zip(jobs, prompts, turns, made, strict=True):
+    lengths = [generated(sample.task).answer_tokens for sample in samples]
+    sampling = [SamplingParams(temperature=0, max_tokens=length, stop_token_ids=stop) for length in lengths]
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling)
+    for sample, ids, questions, answer in zip(samples, prompts, turns, outputs, strict=True):
         text = tokenizer.decode(answer.outputs[0].token_ids, skip_special_tokens=True)
-        score = generated(job.task).score(text, own[0])
-        rows.append({"engine": f"vLLM, {args.command}", "task": job.task, "context": job.context, "sample": job.sample})
+        score = generated(sample.task).score(text, questions[0])
+        rows.append(
+            {"engine": f"vLLM, {args.command}", "task": sample.task, "context": sample.context, "sample": sample.number}
+        )
         rows[-1] |= {"score": score, "prompt_tokens": len(ids), "answer": text}
     return rows
 

@@ -124,7 +124,7 @@ def run_share(
         own = Shard(1 + (shard.number - 1 - before) % shard.count, shard.count)
         held = RunFolder(path / folder, settings, own)
         turns.append((0.0, len(turns), suite.pieces(held, *reporting(held))))
-        before += len(suite.works())
+        before += len(suite.batches())
     while turns and time.time() < end:
         _, number, pieces = heapq.heappop(turns)
         done = next(pieces, None)

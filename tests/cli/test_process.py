@@ -18,7 +18,7 @@ from tests.cli.conftest import Cli
 def fresh(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """As before torch is imported, with an environment that decides nothing."""
     monkeypatch.delitem(sys.modules, "torch")
-    monkeypatch.setattr(process, "_chosen_here", False)
+    monkeypatch.setattr(process, "_set_here", False)
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
         monkeypatch.setenv(name, "")  # so that it is put back, whatever the code does
         monkeypatch.delenv(name)
@@ -43,7 +43,7 @@ def test_the_environment_decides_first(fresh: pytest.MonkeyPatch, name: str) -> 
 
 def test_the_command_decides_before_torch_is_there() -> None:
     program = [sys.executable, "-c", "from kvrecall.cli import main; main()", "info", "--json"]
-    environment = {name: value for name, value in os.environ.items() if name not in (process.POLICY, *process._OWN)}
+    environment = {name: value for name, value in os.environ.items() if name not in (process.POLICY, *process._OTHER_VARIABLES)}
     told = json.loads(subprocess.run(program, capture_output=True, check=True, text=True, env=environment).stdout)
     assert told["devices"][0]["waiting"] == "asleep (kvrecall's choice)"
 

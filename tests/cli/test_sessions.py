@@ -12,7 +12,7 @@ import pytest
 
 from kvrecall.cli import ask as ask_verb
 from kvrecall.cli import read as read_verb
-from kvrecall.cli.kept import Kept
+from kvrecall.cli.session_store import SessionStore
 from kvrecall.core.errors import ParameterError, SessionError
 from tests.cli.conftest import Cli
 from tests.core.test_private_folder import ODD, modes, others, untouched
@@ -242,8 +242,8 @@ def written(place: Path, units: int) -> None:
         file.truncate(1000 * UNIT)
 
 
-def put(kept: Kept, name: str, units: int) -> bool:
-    return kept.put(name, lambda place: written(place, units)).kept
+def put(store: SessionStore, name: str, units: int) -> bool:
+    return store.put(name, lambda place: written(place, units)).kept
 
 
 def there(folder: Path) -> set[str]:
@@ -251,19 +251,19 @@ def there(folder: Path) -> set[str]:
 
 
 def test_the_least_recently_used_goes_but_never_what_is_in_use(tmp_path: Path) -> None:
-    kept = Kept(tmp_path / "kept", 100 * UNIT)
+    store = SessionStore(tmp_path / "kept", 100 * UNIT)
     for age, name in enumerate(("a", "b", "c")):
-        put(kept, name, 30)
-        os.utime(kept.folder / name, (age, age))
-    with kept.used("a"):
+        put(store, name, 30)
+        os.utime(store.folder / name, (age, age))
+    with store.lease("a"):
         pass  # used now
-    with kept.used("b"):
-        put(kept, "d", 60)
-        assert there(kept.folder) == {"b", "d"}  # c was the oldest that nobody used, then a
-    put(kept, "e", 90)
-    assert there(kept.folder) == {"e"}
-    assert put(kept, "f", 101) is False
-    assert there(kept.folder) == {"e"}
+    with store.lease("b"):
+        put(store, "d", 60)
+        assert there(store.folder) == {"b", "d"}  # c was the oldest that nobody used, then a
+    put(store, "e", 90)
+    assert there(store.folder) == {"e"}
+    assert put(store, "f", 101) is False
+    assert there(store.folder) == {"e"}
 
 
 def test_kept_sessions_are_listed_and_removed(cli: Cli, tiny: Path, text: Path, kept: Path, tmp_path: Path) -> None:
@@ -310,14 +310,14 @@ def on_disk(folder: Path) -> int:
 
 def test_what_is_not_kept_or_in_use_is_not_removed(cli: Cli, kept: Path) -> None:
     assert cli.json("sessions", "list")["sessions"] == [] and not kept.exists()
-    held = Kept(kept)
+    store = SessionStore(kept)
     for name in ("aa1", "aa2", "b"):
-        put(held, name, 10)
+        put(store, name, 10)
     assert "got 'aa'. 2 names begin so" in cli.error("sessions", "rm", "aa")
     assert "expected the name of a kept session, or how one name alone begins, got 'c'" in cli.error("sessions", "rm", "b", "c")
     assert "expected names, or --all alone, got []" in cli.error("sessions", "rm")
     assert "expected names, or --all alone, got ['b', '--all']" in cli.error("sessions", "rm", "b", "--all")
-    with held.used("b"):
+    with store.lease("b"):
         assert "expected one that no process uses, got 'b'" in cli.error("sessions", "rm", "aa1", "b")
         assert there(kept) == {"aa1", "aa2", "b"}
         assert [row["in_use"] for row in cli.json("sessions", "list")["sessions"]] == [True, False, False]
@@ -339,16 +339,16 @@ def test_what_is_kept_is_its_owners_alone(cli: Cli, tiny: Path, text: Path, kept
     assert {name for name, mode in found.items() if mode == 0o700} == {".", folder.name, f"{folder.name}/data"}
     assert set(found.values()) == {0o700, 0o600}
     folder.chmod(0o755)
-    with Kept(kept).used(folder.name):
+    with SessionStore(kept).lease(folder.name):
         assert modes(folder)["."] == 0o700
 
 
 @pytest.mark.parametrize("kind", ODD)
 def test_what_is_no_session_is_neither_followed_nor_removed(cli: Cli, kept: Path, tmp_path: Path, kind: str) -> None:
     """In the place of a session, of its folder, its index, a lock; each verb ends at once."""
-    theirs, held = others(tmp_path / "theirs"), Kept(kept)
+    theirs, store = others(tmp_path / "theirs"), SessionStore(kept)
     for name in ("index", "folder"):
-        put(held, name, 1)
+        put(store, name, 1)
     ODD[kind](kept / "index" / "session.json", theirs)
     ODD[kind](kept / "odd", theirs)
     shutil.rmtree(kept / "folder")
@@ -356,16 +356,16 @@ def test_what_is_no_session_is_neither_followed_nor_removed(cli: Cli, kept: Path
     (row,) = cli.json("sessions", "list")["sessions"]
     assert row["name"] == "index" and row["state"] == "damaged" and "expected a plain file" in row["problem"]
     assert "expected a plain file, got a" in cli.error("info", kept / "index")
-    with held.used("folder") as place:
+    with store.lease("folder") as place:
         assert os.path.lexists(place)  # is not marked as used
-    assert put(held, "folder", 1) and (kept / "folder" / "rows").is_file()  # takes the place
+    assert put(store, "folder", 1) and (kept / "folder" / "rows").is_file()  # takes the place
     assert {row["name"] for row in cli.json("sessions", "rm", "--all")["sessions"]} == {"index", "folder"}
     assert os.path.lexists(kept / "odd") and untouched(theirs)
     (kept / ".lock").unlink()
     ODD[kind](kept / ".lock", theirs)
     for call in (("list",), ("rm", "--all")):
         assert "expected a plain file, got a" in cli.error("sessions", *call)
-    with pytest.raises(SessionError), held.used("a"):
+    with pytest.raises(SessionError), store.lease("a"):
         pass
     assert untouched(theirs)
 
@@ -375,38 +375,38 @@ def test_a_process_that_was_killed_leaves_nothing_in_the_way(tmp_path: Path) -> 
     code = """
 import os, sys
 from pathlib import Path
-from kvrecall.cli.kept import Kept
-kept = Kept(Path(sys.argv[1]), 100 * 16384)
+from kvrecall.cli.session_store import SessionStore
+store = SessionStore(Path(sys.argv[1]), 100 * 16384)
 def save(place):
     place.mkdir()
     (place / "rows").write_bytes(os.urandom(50 * 16384))
     os.kill(os.getpid(), 9)
-with kept.used("a"):
-    kept.put("b", save)
+with store.lease("a"):
+    store.put("b", save)
 """
-    kept = Kept(tmp_path / "kept", 100 * UNIT)
-    put(kept, "a", 60)
-    done = subprocess.run([sys.executable, "-c", code, kept.folder], timeout=120)
-    assert done.returncode == -9 and len(there(kept.folder)) == 2
-    put(kept, "c", 60)
-    assert there(kept.folder) == {"c"} and not list(kept.folder.glob("*.use"))
+    store = SessionStore(tmp_path / "kept", 100 * UNIT)
+    put(store, "a", 60)
+    done = subprocess.run([sys.executable, "-c", code, store.folder], timeout=120)
+    assert done.returncode == -9 and len(there(store.folder)) == 2
+    put(store, "c", 60)
+    assert there(store.folder) == {"c"} and not list(store.folder.glob("*.use"))
 
 
 def test_several_processes_keep_at_a_time(tmp_path: Path) -> None:
     code = """
 import sys
 from pathlib import Path
-from kvrecall.cli.kept import Kept
-kept = Kept(Path(sys.argv[1]), 100 * 16384)
+from kvrecall.cli.session_store import SessionStore
+store = SessionStore(Path(sys.argv[1]), 100 * 16384)
 def save(place):
     place.mkdir()
     (place / "rows").write_bytes(sys.argv[2].encode() * 30 * 16384)
 for turn in range(40):
     name = "abcdef"[(turn * 7 + int(sys.argv[2])) % 6]
-    with kept.used(name) as place:
+    with store.lease(name) as place:
         if place.is_dir():
             assert len((place / "rows").read_bytes()) == 30 * 16384
-        kept.put(name, save)
+        store.put(name, save)
         if place.is_dir():
             assert len((place / "rows").read_bytes()) == 30 * 16384
 """

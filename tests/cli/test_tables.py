@@ -122,5 +122,5 @@ def test_what_takes_long_tells_so_and_what_is_quick_does_not(
     said = [("1,000", "0:00:40"), ("3,000", "0:01:20"), ("4,000", "0:01:40")]
     assert capsys.readouterr().err.splitlines() == [f"reading: {done} of 4,000, {at}" for done, at in said]
     quiet = ProgressLog(quiet=True)
-    quiet.tell(lambda: "no", always=True)
+    quiet.print(lambda: "no", always=True)
     assert capsys.readouterr().err == "" and eval_verb.ProgressLog is ProgressLog

@@ -89,7 +89,7 @@ def test_queries_of_answers_are_those_of_their_decode_steps() -> None:
     queries = watch_answers(answering, plan, on_progress=lambda *done: told.append(done))
     assert told == [(0, 2), (1, 2), (2, 2)] and set(queries) == {0, 1}
     assert len(queries[0]) == 3  # a look-up and two turns
-    records = [r for job in Suite(plan, answering, compared(8)[:1]).jobs()
+    records = [r for job in Suite(plan, answering, compared(8)[:1]).samples()
                for r in Suite(plan, answering, compared(8)[:1]).answer((job,), compared(8)[:1])]  # fmt: skip
     # The first token of an answer comes from the question's last one, the last is written and not read.
     assert sum(map(len, queries[0])) == sum(r["new_tokens"] for r in records) - 3

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvrecall.core.errors import FolderInUseError, ParameterError
-from kvrecall.evaluate.plan import Plan, conditions, portions, share
+from kvrecall.evaluate.plan import Plan, batches, conditions, share
 from kvrecall.evaluate.runs import RunFolder, Shard, key_of, read_records
 from kvrecall.evaluate.suite import Suite
 from kvrecall.evaluate.summary import summarise
@@ -103,8 +103,8 @@ def test_shares_that_cannot_be(text: str) -> None:
 
 def test_samples_answered_together_are_those_answered_alone(whole: list[dict], tmp_path: Path) -> None:
     """fp32, so that rounding decides no answer; every sequence of a batch is searched by itself."""
-    works = list(portions(suite().jobs(), compared(8), 1300))
-    assert [len(work.jobs) for work in works] == [3, 1, 2, 1, 1]  # a conversation is alone
+    pieces = list(batches(suite().samples(), compared(8), 1300))
+    assert [len(batch.samples) for batch in pieces] == [3, 1, 2, 1, 1]  # a conversation is alone
     records = run(tmp_path, batch_tokens=1300).records
     shown = ("answers", "expected", "score", "prompt_tokens", "new_tokens")
     alone, together = ([{k: r[k] for k in shown} for r in by_key(found)] for found in (whole, records))
@@ -148,12 +148,12 @@ def test_under_a_given_text_every_condition_is_a_piece_of_work(tmp_path: Path) -
 
 def test_no_process_has_the_same_task_in_every_round() -> None:
     plan = Plan(("json-kv:2", "copy:3", "niah-multikey:2"), (400,), samples=3)
-    works = suite(plan).works()
-    found = [[(w.jobs[0].task, w.jobs[0].sample) for w in share(works, Shard(n, 3))] for n in (1, 2, 3)]
+    pieces = suite(plan).batches()
+    found = [[(b.samples[0].task, b.samples[0].number) for b in share(pieces, Shard(n, 3))] for n in (1, 2, 3)]
     assert found[0] == [("json-kv:2", 0), ("copy:3", 1), ("niah-multikey:2", 2)]
     assert all({task for task, _ in own} == set(plan.tasks) for own in found)
     assert all(sorted(number for _, number in own) == [0, 1, 2] for own in found)
-    assert share(works, Shard()) == works
+    assert share(pieces, Shard()) == pieces
 
 
 def test_pieces_are_whole_and_what_is_left_can_be_made_later(whole: list[dict], tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 def test_every_sample_is_answered_under_every_condition(finished: list[dict]) -> None:
     keys = [key_of(r) for r in finished]
     assert [c.label for c in compared(8)] == ["full", LABEL]
-    jobs = list(suite().jobs())
+    jobs = list(suite().samples())
     assert len(jobs) == 2 * (2 + 1) and len(set(keys)) == len(keys) == 2 * len(jobs)
     for record in finished:
         task = generated(record["task"])
@@ -270,8 +270,8 @@ def test_a_context_too_short_for_a_task_is_refused_before_anything_runs(spec: st
     needed = int(error.value.expected.split()[2].replace(",", ""))
     assert context < needed <= 4000
     enough = suite(Plan((spec,), (needed,), samples=2))
-    for job in enough.jobs():
-        enough._made(generated(spec), job, enough._room_tokens(generated(spec), needed))
+    for job in enough.samples():
+        enough._sample(generated(spec), job, enough._room_tokens(generated(spec), needed))
     with pytest.raises(ParameterError):
         suite(Plan((spec,), (needed - 1,), samples=2))
 

@@ -16,8 +16,7 @@ import torch
 
 from kvrecall.core.errors import KVRecallError, ModelFilesError, UnknownNameError
 from kvrecall.models import load, load_config, resolve
-from kvrecall.models.gguf import read_header
-from kvrecall.models.validate import FormatError
+from kvrecall.models.gguf import FormatError, read_header
 from tests.models import hostile
 from tests.models.hostile import Edit
 from tests.tiny import save_tiny_model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from kvrecall.cli.process import EXIT_ERROR, EXIT_INTERRUPTED, discard_stdout, opened_streams, wait_passively
+from kvrecall.cli.process import EXIT_ERROR, EXIT_INTERRUPTED, discard_stdout, open_streams, wait_passively
 from kvrecall.core.errors import install_command
 
 
@@ -21,7 +21,7 @@ def main() -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
-    opened_streams()
+    open_streams()
     try:
         app()
     except OSError as error:  # from help texts; verbs report their own errors

@@ -31,8 +31,8 @@ app = typer.Typer(
 )
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(value: bool) -> None:
+    if value:
         print(f"kvrecall {kvrecall.__version__}")
         raise typer.Exit
 

@@ -12,10 +12,10 @@ from typing import Annotated, Any
 import typer
 
 from kvrecall.cli import options
-from kvrecall.cli.kept import disk_bytes
 from kvrecall.cli.options import non_empty
 from kvrecall.cli.screen import answers_table, details, note, notes, printable, seconds, size, stats_table, to_stdout
-from kvrecall.cli.session import Choices, Opened, opened
+from kvrecall.cli.session import DocumentContext, DocumentOptions, open_document
+from kvrecall.cli.session_store import disk_bytes
 from kvrecall.cli.verb import Result, verb
 from kvrecall.core.errors import InputFileError, KVRecallError, ParameterError
 from kvrecall.core.texts import check_no_name
@@ -30,22 +30,18 @@ def ask(
             help="Text files, UTF-8, in order, or the folder of a saved session; then one or several questions.",
         ),
     ],
-    choices: Choices,
+    choices: DocumentOptions,
 ) -> Result:
     """Answer questions about text files, which are read once, or about a saved session, which is not read again."""
     # What is cheap to get wrong is checked before the weights are loaded.
     sources, questions = split(sources_and_questions)
-    with opened(sources, choices, lambda document: document.check(questions, choices.max_new_tokens)) as found:
-        shown = InTurn(questions)
-        answers = found.document.ask(
-            questions,
-            **choices.sampling(),
-            on_text=shown.write,
-            on_answer=shown.end,
-        )
-        told = found.told() | {"answers": [answer_told(answer) for answer in answers]}
-    _show(told)
-    return told
+    with open_document(sources, choices, lambda document: document.check(questions, choices.max_new_tokens)) as context:
+        output = OrderedOutput(questions)
+        answers = context.document.ask(questions, **choices.sampling(), on_text=output.write, on_answer=output.end)
+        result = context.to_dict() | {"answers": [answer_row(answer) for answer in answers]}
+    table = answers_table(result) if len(answers) > 1 else stats_table({**result, **result["answers"][0]})
+    details().print(table)
+    return result
 
 
 def split(arguments: list[str]) -> tuple[list[Path], list[str]]:
@@ -66,7 +62,7 @@ def _is_file(argument: str) -> bool:
     return argument == "-" or (os.path.exists(argument) and not os.path.isdir(argument))
 
 
-def answer_told(answer: Any) -> Result:
+def answer_row(answer: Any) -> Result:
     """What --json says about an answer to a question about a document."""
     return {
         "question": answer.question,
@@ -79,44 +75,37 @@ def answer_told(answer: Any) -> Result:
     }
 
 
-class InTurn:
+class OrderedOutput:
     """Writes the answers to several questions in order; text of a later answer waits for the earlier ones."""
 
     def __init__(self, questions: Sequence[str]) -> None:
         """With several questions, each is written above its answer."""
-        self._questions, self._turn = questions, 0
+        self._questions, self._current = questions, 0
         self._pieces: list[list[str]] = [[] for _ in questions]
-        self._ended = [False for _ in questions]
+        self._finished = [False for _ in questions]
         self._head()
 
     def write(self, number: int, text: str) -> None:
         """Adds a piece of the answer to question `number`."""
-        if number == self._turn:
+        if number == self._current:
             to_stdout(printable(text))
         else:
             self._pieces[number].append(text)
 
     def end(self, number: int, _: object) -> None:
         """Ends the answer to question `number`."""
-        self._ended[number] = True
-        while self._turn < len(self._ended) and self._ended[self._turn]:
+        self._finished[number] = True
+        while self._current < len(self._finished) and self._finished[self._current]:
             to_stdout("\n")
-            self._turn += 1
-            if self._turn < len(self._ended):
+            self._current += 1
+            if self._current < len(self._finished):
                 self._head()
-                to_stdout(printable("".join(self._pieces[self._turn])))
+                to_stdout(printable("".join(self._pieces[self._current])))
 
     def _head(self) -> None:
         if len(self._questions) > 1:
-            gap = "\n" if self._turn else ""
-            to_stdout(f"{gap}{printable(self._questions[self._turn])}\n")
-
-
-def _show(told: Result) -> None:
-    if len(told["answers"]) > 1:
-        details().print(answers_table(told))
-    else:
-        details().print(stats_table({**told, **told["answers"][0]}))
+            gap = "\n" if self._current else ""
+            to_stdout(f"{gap}{printable(self._questions[self._current])}\n")
 
 
 INSTRUCTION = "Answer from the text above."
@@ -124,7 +113,7 @@ HELP = "Ask something. /save FOLDER saves document and conversation as a session
 
 
 @dataclass(frozen=True)
-class ChatChoices(Choices):
+class ChatOptions(DocumentOptions):
     """Answers in a conversation may be longer."""
 
     max_new_tokens: options.MaxNewTokens = 512
@@ -133,55 +122,58 @@ class ChatChoices(Choices):
 @verb
 def chat(
     source: Annotated[Path, typer.Argument(metavar="FILE|SESSION", help="Text file, UTF-8, or the folder of a saved session.")],
-    choices: ChatChoices,
+    choices: ChatOptions,
 ) -> Result:
     """Talk about a text file or a saved session; one question per line of standard input. /save FOLDER, /quit."""
-    with opened([source], choices, lambda document: document.check(["?"], choices.max_new_tokens), INSTRUCTION) as found:
-        told = _talk(found, source, choices.sampling() | {"chunk_tokens": choices.chunk_tokens})
-    return told
+
+    def check(document: Any) -> None:
+        document.check(["?"], choices.max_new_tokens)
+
+    with open_document([source], choices, check, instruction=INSTRUCTION) as context:
+        return _chat(context, source, choices.sampling() | {"chunk_tokens": choices.chunk_tokens})
 
 
-def _talk(found: Opened, source: Path, limits: dict[str, Any]) -> Result:
+def _chat(context: DocumentContext, source: Path, limits: dict[str, Any]) -> Result:
     from kvrecall.engine import Chat
 
-    talk, asks = Chat(found.document), _in_terminal()
-    turns: list[Result] = []
-    saved: list[str] = []
-    if asks:
+    conversation, interactive = Chat(context.document), _in_terminal()
+    answers: list[Result] = []
+    sessions: list[str] = []
+    if interactive:
         notes().print(HELP)
-    while (line := _line(asks)) is not None:
-        command, _, rest = line.partition(" ")
+    while (line := _line(interactive)) is not None:
+        command, _, argument = line.partition(" ")
         if not line:
             continue
         if command == "/quit":
             break
         try:
             if command == "/save":
-                folder = Path(rest.strip() or source)
-                if not rest.strip() and not source.is_dir():
+                folder = Path(argument.strip() or source)
+                if not argument.strip() and not source.is_dir():
                     notes().print("note: /save needs a folder: /save notes.session")
                     continue
-                info = talk.save(folder)
-                saved.append(str(folder))
+                info = conversation.save(folder)
+                sessions.append(str(folder))
                 note(f"saved: {info.tokens:,} tokens, {size(disk_bytes(folder))} in {folder}")
             elif command[:1] == "/":
                 note(f"note: {command} is unknown. {HELP}")
             else:
-                answer = talk.say(line, on_text=lambda text: to_stdout(printable(text)), **limits)
-                turns.append(answer_told(answer))
+                answer = conversation.say(line, on_text=lambda text: to_stdout(printable(text)), **limits)
+                answers.append(answer_row(answer))
                 to_stdout("\n")
                 rate = f"{len(answer.tokens) / answer.decode_seconds:.1f} tokens/s" if answer.decode_seconds else "—"
                 first = f"first token {seconds(answer.first_token_seconds)}"
-                details().print(f"{first} · {rate} · {talk.tokens:,} tokens", style="dim")
+                details().print(f"{first} · {rate} · {conversation.tokens:,} tokens", style="dim")
         except KeyboardInterrupt:
-            if not asks:
+            if not interactive:
                 raise
             notes().print("\nstopped; the conversation is as it was before this question")
         except (KVRecallError, OSError) as error:
-            if not asks or isinstance(error, BrokenPipeError):
+            if not interactive or isinstance(error, BrokenPipeError):
                 raise
             notes().print(f"error: {error}", style="red", soft_wrap=True)  # a person can do something else
-    return found.told() | {"answers": turns, "tokens": talk.tokens, "saved": saved}
+    return context.to_dict() | {"answers": answers, "tokens": conversation.tokens, "saved": sessions}
 
 
 def _in_terminal() -> bool:
@@ -189,10 +181,10 @@ def _in_terminal() -> bool:
     return sys.stdin.isatty()
 
 
-def _line(asks: bool) -> str | None:
+def _line(interactive: bool) -> str | None:
     """The next line of standard input; None at its end."""
     try:
-        return input("> " if asks else "").strip()
+        return input("> " if interactive else "").strip()
     except EOFError:
         return None
     except UnicodeDecodeError as error:

@@ -19,7 +19,7 @@ from rich.text import Text
 from kvrecall.cli import options
 from kvrecall.cli.generate import answer, summary
 from kvrecall.cli.screen import note, notes, printable, results, seconds, size, stats_table, status, to_stdout, token_bar
-from kvrecall.cli.session import Session, open_session
+from kvrecall.cli.session import Runtime, load_runtime
 from kvrecall.cli.verb import Result, verb
 
 QUESTIONS = 3
@@ -39,61 +39,64 @@ def demo(
     chunk_tokens: options.SuitedChunkTokens = None,
 ) -> Result:
     """Read a town's log of 8,700 tokens, then answer questions about it with and without retrieval, and from disk."""
-    chosen = options.method_of(method, settings)
+    retrieval = options.method_of(method, settings)
 
     from kvrecall import Full, RetrievalCache, engine
     from kvrecall.engine.prompts import DocumentPrompt
     from kvrecall.models import FALLBACK, default_model
 
-    session = open_session(model or default_model(note), dtype, device)
+    runtime = load_runtime(model or default_model(note), dtype, device)
     document, questions = harbour_log()
     questions = questions if every else questions[:QUESTIONS]
-    if session.name == FALLBACK:
+    if runtime.name == FALLBACK:
         notes().print(f"{FALLBACK} reads an excerpt of {EXCERPT_TOKENS:,} tokens: it is weak beyond 2,000.")
-        document = excerpt(document, questions, lambda text: len(session.tokenizer(text)["input_ids"]), EXCERPT_TOKENS)
+        document = excerpt(document, questions, lambda text: len(runtime.tokenizer(text)["input_ids"]), EXCERPT_TOKENS)
         # So short a text would be attended whole, and there would be nothing to see.
-        chosen = replace(chosen, full_attention_threshold=0)
-    prompt = DocumentPrompt.of(session.tokenizer, document)
-    limit = session.limit_tokens
+        retrieval = replace(retrieval, full_attention_threshold=0)
+    prompt = DocumentPrompt.of(runtime.tokenizer, document)
+    limit = runtime.limit_tokens
     prompts = [prompt.ask(q.question, max_new_tokens=max_new_tokens, limit_tokens=limit) for q in questions]
 
-    cache = RetrievalCache(session.model.config, chosen)
-    cache.tokenizer = session.tokenizer
+    cache = RetrievalCache(runtime.model.config, retrieval)
+    cache.tokenizer = runtime.tokenizer
     start = time.perf_counter()
-    with token_bar(f"{session.name} reads the harbour log") as on_progress:
-        engine.prefill(session.model, session.tensor(prompt.prefix), cache, chunk_tokens=chunk_tokens, on_progress=on_progress)
+    with token_bar(f"{runtime.name} reads the harbour log") as on_progress:
+        engine.prefill(runtime.model, runtime.tensor(prompt.prefix), cache, chunk_tokens=chunk_tokens, on_progress=on_progress)
     read_seconds = time.perf_counter() - start
 
     console = results()
-    console.print(f"{session.name} read {len(prompt.prefix):,} tokens in {seconds(read_seconds)}, once for all questions.\n")
+    console.print(f"{runtime.name} read {len(prompt.prefix):,} tokens in {seconds(read_seconds)}, once for all questions.\n")
     # A fork keeps its zones, so both methods must agree about them.
-    zones = {"sink_tokens": chosen.sink_tokens, "local_tokens": chosen.local_tokens, "update_interval": chosen.update_interval}
+    zones = {
+        "sink_tokens": retrieval.sink_tokens,
+        "local_tokens": retrieval.local_tokens,
+        "update_interval": retrieval.update_interval,
+    }
     full = Full(**zones)
-    told: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for question, ids in zip(questions, prompts, strict=True):
         console.print(Text(question.question, style="bold"))
         row = {"question": question.question, "expected": question.answer, "depth": question.depth}
-        for key, other in (("retrieval", chosen), ("full_attention", full)):
+        for key, other in (("retrieval", retrieval), ("full_attention", full)):
             fork = cache.fork(other)
             write = to_stdout if key == "retrieval" else None
-            limits = {"max_new_tokens": max_new_tokens, "chunk_tokens": chunk_tokens}
-            result = answer(session, ids, fork, write, **limits)
-            about = summary(session, other, len(ids), result, fork)
-            row[key] = {**about, "right": question.answered_by(about["answer"])}
+            generation = answer(runtime, ids, fork, write, max_new_tokens=max_new_tokens, chunk_tokens=chunk_tokens)
+            entry = summary(runtime, other, len(ids), generation, fork)
+            row[key] = {**entry, "right": question.answered_by(entry["answer"])}
             if write:
                 to_stdout("\n")
-        told.append(row)
-        console.print(_side_by_side(question, chosen.name, row))
+        rows.append(row)
+        console.print(_side_by_side(question, retrieval.name, row))
         console.print()
-    _conclude(console, chosen.name, told)
-    again = _again(session, cache, questions[0], max_new_tokens)
+    _conclude(console, retrieval.name, rows)
+    again = _again(runtime, cache, questions[0], max_new_tokens)
     _show_again(console, again, read_seconds)
     return {
-        "model": session.name,
-        "method": chosen.name,
+        "model": runtime.name,
+        "method": retrieval.name,
         "document_tokens": prompt.document_tokens,
         "prefill_seconds": round(read_seconds, 3),
-        "questions": told,
+        "questions": rows,
         "from_session": again,
     }
 
@@ -102,15 +105,15 @@ def _side_by_side(question: Question, method: str, row: dict[str, Any]) -> Table
     table = Table(show_edge=False, pad_edge=False, header_style="dim", expand=False)
     cells = []
     for heading, key in ((method, "retrieval"), ("full attention", "full_attention")):
-        about = row[key]
-        table.add_column(f"{heading} · {about['stats']['total']['attended_per_step']:,.0f} tokens per step", ratio=1)
-        mark = Text("✓ ", style="green") if about["right"] else Text(f"✗ (expected {question.answer}) ", style="red")
-        cells.append(mark + Text(printable(about["answer"]).strip(), style="default"))
+        entry = row[key]
+        table.add_column(f"{heading} · {entry['stats']['total']['attended_per_step']:,.0f} tokens per step", ratio=1)
+        mark = Text("✓ ", style="green") if entry["right"] else Text(f"✗ (expected {question.answer}) ", style="red")
+        cells.append(mark + Text(printable(entry["answer"]).strip(), style="default"))
     table.add_row(*cells)
     return table
 
 
-def _again(session: Session, cache: Any, question: Question, max_new_tokens: int) -> dict[str, Any]:
+def _again(runtime: Runtime, cache: Any, question: Question, max_new_tokens: int) -> dict[str, Any]:
     """The second act: what was read goes to disk, and the first question is asked again from there."""
     from kvrecall import engine
 
@@ -118,16 +121,16 @@ def _again(session: Session, cache: Any, question: Question, max_new_tokens: int
         start = time.perf_counter()
         with status("saving what was read"):
             info = cache.save(folder)
-        saved = time.perf_counter()
+        save_seconds = time.perf_counter() - start
         with status("asking the saved session"):
-            document = engine.Document.of(session.model, session.tokenizer, Path(folder))
+            document = engine.Document.of(runtime.model, runtime.tokenizer, Path(folder))
             (answer,) = document.ask(question.question, max_new_tokens=max_new_tokens)
         return {
             "question": question.question,
             "answer": answer.text,
             "right": question.answered_by(answer.text),
             "bytes": info.nbytes,
-            "save_seconds": round(saved - start, 3),
+            "save_seconds": round(save_seconds, 3),
             "load_seconds": round(document.read_seconds, 3),
             "first_token_seconds": round(document.read_seconds + answer.first_token_seconds, 3),
         }
@@ -142,11 +145,11 @@ def _show_again(console: Console, again: dict[str, Any], read_seconds: float) ->
     console.print("Your own: kvrecall read report.txt --out report.session; kvrecall ask report.session QUESTION")
 
 
-def _conclude(console: Console, method: str, told: list[dict[str, Any]]) -> None:
-    right = {key: sum(row[key]["right"] for row in told) for key in ("retrieval", "full_attention")}
-    console.print(f"Right answers of {len(told)}: {method} {right['retrieval']}, full attention {right['full_attention']}.\n")
+def _conclude(console: Console, method: str, rows: list[dict[str, Any]]) -> None:
+    right = {key: sum(row[key]["right"] for row in rows) for key in ("retrieval", "full_attention")}
+    console.print(f"Right answers of {len(rows)}: {method} {right['retrieval']}, full attention {right['full_attention']}.\n")
     console.print(Text(f"The last answer by {method}:", style="bold"))
-    console.print(stats_table(told[-1]["retrieval"]))
+    console.print(stats_table(rows[-1]["retrieval"]))
 
 
 @dataclass(frozen=True)
@@ -165,9 +168,8 @@ class Question:
 def harbour_log() -> tuple[str, list[Question]]:
     """The document and its questions, from the package's data."""
     data = files("kvrecall") / "data"
-    listed = json.loads((data / "harbour_log.json").read_text(encoding="utf-8"))
-    document = (data / listed["document"]).read_text(encoding="utf-8")
-    return document, [Question(q["question"], q["answer"], q["depth"]) for q in listed["questions"]]
+    index = json.loads((data / "harbour_log.json").read_text(encoding="utf-8"))
+    return (data / index["document"]).read_text(encoding="utf-8"), [Question(**row) for row in index["questions"]]
 
 
 def excerpt(document: str, questions: list[Question], count: Callable[[str], int], limit_tokens: int) -> str:
@@ -177,15 +179,15 @@ def excerpt(document: str, questions: list[Question], count: Callable[[str], int
     """
     paragraphs = document.split("\n\n")
     tokens = [count(paragraph) + 1 for paragraph in paragraphs]
-    chosen = {_paragraph_of(question, paragraphs) for question in questions}
-    used, facts = sum(tokens[i] for i in chosen), sorted(chosen)
+    retrieval = {_paragraph_of(question, paragraphs) for question in questions}
+    used, facts = sum(tokens[i] for i in retrieval), sorted(retrieval)
     for distance in range(1, len(paragraphs)):
         for fact in facts:
             for near in (fact + distance, fact - distance):
-                if 0 <= near < len(paragraphs) and near not in chosen and used + tokens[near] <= limit_tokens:
-                    chosen.add(near)
+                if 0 <= near < len(paragraphs) and near not in retrieval and used + tokens[near] <= limit_tokens:
+                    retrieval.add(near)
                     used += tokens[near]
-    return "\n\n".join(paragraphs[i] for i in sorted(chosen))
+    return "\n\n".join(paragraphs[i] for i in sorted(retrieval))
 
 
 def _paragraph_of(question: Question, paragraphs: list[str]) -> int:

@@ -13,9 +13,9 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from kvrecall.cli import options
-from kvrecall.cli.options import writable, writable_folder
-from kvrecall.cli.screen import ProgressLog, as_json, details, notes, plain_table, results, size
-from kvrecall.cli.session import MODEL_OPTIONS, ModelOptions
+from kvrecall.cli.options import comma_separated, writable, writable_folder
+from kvrecall.cli.screen import ProgressLog, as_json, details, note, notes, plain_table, results, size
+from kvrecall.cli.session import ModelOptions
 from kvrecall.cli.verb import Result, verb
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.texts import whole
@@ -56,7 +56,8 @@ def evaluate(
     out: Annotated[
         Path, typer.Option(help="Folder for results; a run that is in it already goes on, and may be asked for more.")
     ] = Path("eval"),
-    given: ModelOptions = MODEL_OPTIONS,
+    *,
+    loading: ModelOptions,
     batch_tokens: Annotated[
         int, typer.Option(min=0, help="Samples whose contexts add up to so many tokens are answered together; pays on a GPU.")
     ] = 0,
@@ -77,12 +78,13 @@ def evaluate(
     from kvrecall.methods.spec import listed
 
     # Options are checked before weights are loaded.
+    contexts = tuple(map(options.token_count, comma_separated(context)))
     plan = Plan(
-        tuple(_listed(tasks)), tuple(options.token_count(c) for c in _listed(context)), samples, tuple(_depths(depths)), seed,
-        attempts, temperature, top_p, max_new_tokens, steps, window,
+        tuple(comma_separated(tasks)), contexts, samples, tuple(_depths(depths)), seed, attempts, temperature, top_p,
+        max_new_tokens, steps, window,
     )  # fmt: skip
     share = Shard.of(shard)
-    specs, counts = listed(methods), [_budget(b) for b in _listed(budgets or "")]
+    specs, counts = listed(methods), [_budget(b) for b in comma_separated(budgets or "")]
     if not specs:
         raise ParameterError("--methods", "one or more", methods, "Full attention alone is `full`.")
     conditions(specs, counts)
@@ -93,27 +95,26 @@ def evaluate(
     from kvrecall.evaluate.suite import Suite
     from kvrecall.evaluate.summary import summarise
 
-    session = given.open()
-    found = conditions(specs, counts, session.model.config.get_text_config(decoder=True).num_hidden_layers)
-    asker = Asker(session.model, session.tokenizer, given.chunk_tokens, None if capture else False, host_rows.value)
-    suite = Suite(plan, asker, found, batch_tokens)
-    place = str(session.model.dtype), session.model.device.type
-    settings = configuration(plan, session.name, *place, found, given.chunk_tokens, batch_tokens, capture, host_rows.value)
+    runtime = loading.load()
+    choices = conditions(specs, counts, runtime.layer_count)
+    asker = Asker(runtime.model, runtime.tokenizer, loading.chunk_tokens, None if capture else False, host_rows.value)
+    suite = Suite(plan, asker, choices, batch_tokens)
+    place = str(runtime.model.dtype), runtime.model.device.type
+    settings = configuration(plan, runtime.name, *place, choices, loading.chunk_tokens, batch_tokens, capture, host_rows.value)
     folder = RunFolder(out, settings, share)
-    said = suite.notes()
-    _tell(said)
+    remarks = suite.notes()
+    _print_notes(remarks)
     resumed = len(folder.records)
     if resumed:
-        notes().print(f"{out} holds {resumed:,} samples of this run; it goes on from there", markup=False, soft_wrap=True)
-    with _progress(suite, folder) as told_of:
-        suite.run(folder, **told_of)
+        note(f"{out} holds {resumed:,} samples of this run; it goes on from there")
+    with _progress(suite, folder) as callbacks:
+        suite.run(folder, **callbacks)
     records = read_records(out)  # also of other processes
     rows = summarise(records)
-    counted = suite.counted_notes(rows)
     show(rows)
-    _tell(counted)
-    told = {"folder": str(out), "model": session.name, "samples": len(records), "resumed": resumed, "notes": said + counted}
-    return told | {"rows": [row.to_dict() for row in rows]}
+    _print_notes(after := suite.counted_notes(rows))
+    result = {"folder": str(out), "model": runtime.name, "samples": len(records), "resumed": resumed, "notes": remarks + after}
+    return result | {"rows": [row.to_dict() for row in rows]}
 
 
 @verb
@@ -127,14 +128,14 @@ def report(
 
     read_config(folder)  # raises before a file is made if it is no run
     target = writable(folder / "report.html" if out is None else out)
-    told = write_page(folder, target)
-    details().print(f"wrote {target}: {told['rows']} rows, {told['plots']} plots, {size(told['bytes'])}", markup=False)
-    return {"file": str(target)} | told
+    page = write_page(folder, target)
+    details().print(f"wrote {target}: {page['rows']} rows, {page['plots']} plots, {size(page['bytes'])}")
+    return {"file": str(target)} | page
 
 
-def _tell(said: list[str]) -> None:
-    for note in said:
-        notes().print(f"note: {note}", markup=False, soft_wrap=True)
+def _print_notes(lines: list[str]) -> None:
+    for line in lines:
+        note(f"note: {line}")
 
 
 def show(rows: list[Row]) -> None:
@@ -160,9 +161,8 @@ def show(rows: list[Row]) -> None:
     for line in legend:
         console.print(line, style="dim", soft_wrap=True)
     kinds = {"wilson": "w: Wilson's interval", "bootstrap": f"b: percentiles of {RESAMPLES:,} bootstrap means"}
-    used = [text for kind, text in kinds.items() if any(row.interval == kind for row in rows)]
-    if used:
-        console.print("; ".join(used), style="dim")
+    if legend := [text for kind, text in kinds.items() if any(row.interval == kind for row in rows)]:
+        console.print("; ".join(legend), style="dim")
 
 
 def _short_names(methods: list[str]) -> tuple[dict[str, str], list[str]]:
@@ -198,7 +198,7 @@ def _progress(suite: Suite, folder: RunFolder) -> Iterator[dict[str, Any]]:
 def _log(log: ProgressLog, missing: Counter[Cell]) -> dict[str, Any]:
     """Prints a line with the mean score when the last sample of a task, context and condition is finished, and every half
     minute."""
-    all_of_them = missing.total()
+    total = missing.total()
     scores: defaultdict[Cell, list[float]] = defaultdict(list)
 
     def on_record(record: Record) -> None:
@@ -206,7 +206,7 @@ def _log(log: ProgressLog, missing: Counter[Cell]) -> dict[str, Any]:
         missing[cell] -= 1
         scores[cell] += [record["score"]] if "score" in record else []
         task, context, label = cell
-        done = f"[{all_of_them - missing.total()}/{all_of_them}] {task}{'' if context is None else f' {context:,}'}"
+        done = f"[{total - missing.total()}/{total}] {task}{'' if context is None else f' {context:,}'}"
 
         def line() -> str:
             if missing[cell]:
@@ -214,7 +214,7 @@ def _log(log: ProgressLog, missing: Counter[Cell]) -> dict[str, Any]:
             mean = f": score {sum(scores[cell]) / len(scores[cell]):.3f} of {len(scores[cell])}" if scores[cell] else ": done"
             return f"{done} {label}{mean}"
 
-        log.tell(line, always=not missing[cell])
+        log.print(line, always=not missing[cell])
 
     return {"on_record": on_record}
 
@@ -223,26 +223,22 @@ def _list() -> Result:
     from kvrecall.evaluate.problems import DRIFT, FORMATS
     from kvrecall.evaluate.tasks import KNOWN
 
-    found = [
-        (f"{name}:N" if k.meaning else name, f"{k.summary}" + (f" (N {k.meaning}: {k.argument})" if k.meaning else ""))
+    summaries = {
+        (f"{name}:N" if k.meaning else name): k.summary + (f" (N {k.meaning}: {k.argument})" if k.meaning else "")
         for name, k in KNOWN.items()
-    ]
-    found.append((f"{DRIFT} or {DRIFT}:FILE", "long generation: agreement, divergence and recall along the tokens"))
-    found += [(f"{name}:FILE", "problems from a local file of JSON lines; pass@k with --attempts") for name in FORMATS]
+    }
+    summaries[f"{DRIFT} or {DRIFT}:FILE"] = "long generation: agreement, divergence and recall along the tokens"
+    summaries |= {f"{name}:FILE": "problems from a local file of JSON lines; pass@k with --attempts" for name in FORMATS}
     table = plain_table()
-    for name, summary in found:
-        table.add_row(name, summary)
+    for row in summaries.items():
+        table.add_row(*row)
     results().print(table)
-    return {"tasks": [{"name": name, "summary": summary} for name, summary in found]}
-
-
-def _listed(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
+    return {"tasks": [{"name": name, "summary": summary} for name, summary in summaries.items()]}
 
 
 def _depths(text: str) -> list[float]:
     try:
-        percent = [float(part) for part in _listed(text)]
+        percent = [float(part) for part in comma_separated(text)]
     except ValueError:
         percent = [-1.0]
     if not all(0 <= depth <= 100 for depth in percent):

@@ -12,7 +12,7 @@ import typer
 from kvrecall.cli import options
 from kvrecall.cli.options import non_empty, read_text
 from kvrecall.cli.screen import OnProgress, details, printable, stats_table, to_stdout, token_bar
-from kvrecall.cli.session import Session, open_session
+from kvrecall.cli.session import Runtime, load_runtime
 from kvrecall.cli.verb import Result, verb
 from kvrecall.core.errors import ContextLengthError, ParameterError
 
@@ -35,34 +35,34 @@ def generate(
 ) -> Result:
     """Answer a prompt, or continue a text."""
     if (prompt is None) == (prompt_file is None):
-        given = "both" if prompt is not None else "neither"
-        raise ParameterError("prompt", "PROMPT or --prompt-file", given, "Give one of the two.")
+        got = "both" if prompt is not None else "neither"
+        raise ParameterError("prompt", "PROMPT or --prompt-file", got, "Give one of the two.")
     text = read_text(prompt_file) if prompt_file is not None else non_empty(prompt or "", "prompt")
-    chosen = options.method_of(method, settings)
+    retrieval = options.method_of(method, settings)
     options.check_sampling(temperature, seed)
 
     from kvrecall import RetrievalCache
     from kvrecall.engine import prompts
 
-    session = open_session(model, dtype, device)
-    ids = (prompts.raw_prompt if raw else prompts.chat_prompt)(session.tokenizer, text)
-    limit = session.limit_tokens
+    runtime = load_runtime(model, dtype, device)
+    ids = (prompts.raw_prompt if raw else prompts.chat_prompt)(runtime.tokenizer, text)
+    limit = runtime.limit_tokens
     if limit is not None and max_new_tokens >= limit:
         expected = f"fewer than the {limit:,} tokens of the model's context"
         remedy = "Lower it or choose a model with a longer context."
         raise ParameterError("--max-new-tokens", expected, max_new_tokens, remedy)
     if limit is not None and len(ids) + max_new_tokens > limit:
         raise ContextLengthError("prompt", max(0, limit - max_new_tokens), len(ids))
-    cache = RetrievalCache(session.model.config, chosen, host_rows=host_rows.value)
+    cache = RetrievalCache(runtime.model.config, retrieval, host_rows=host_rows.value)
     limits = {"max_new_tokens": max_new_tokens, "chunk_tokens": chunk_tokens, "temperature": temperature, "seed": seed}
-    result = answer(session, ids, cache, to_stdout, **limits)
-    told = summary(session, chosen, len(ids), result, cache)
+    generation = answer(runtime, ids, cache, to_stdout, **limits)
+    result = summary(runtime, retrieval, len(ids), generation, cache)
     to_stdout("\n")
-    details().print(stats_table(told))
-    return told
+    details().print(stats_table(result))
+    return result
 
 
-def answer(session: Session, ids: list[int], cache: Any, write: Callable[[str], None] | None, **limits: Any) -> Any:
+def answer(runtime: Runtime, ids: list[int], cache: Any, write: Callable[[str], None] | None, **limits: Any) -> Any:
     """Runs `engine.generate` with these parameters under two bars, prefill and decode; returns its result.
 
     With `write` the text is passed on as it comes, instead of the second bar.
@@ -81,24 +81,24 @@ def answer(session: Session, ids: list[int], cache: Any, write: Callable[[str], 
             update(count, limits["max_new_tokens"])
 
         return engine.generate(
-            session.model, session.tokenizer, session.tensor(ids), cache, on_prefill=on_prefill, on_token=decode,
+            runtime.model, runtime.tokenizer, runtime.tensor(ids), cache, on_prefill=on_prefill, on_token=decode,
             on_text=None if write is None else lambda text: write(printable(text)), **limits,
         )  # fmt: skip
 
 
-def summary(session: Session, method: Any, prompt_tokens: int, result: Any, cache: Any) -> dict[str, Any]:
+def summary(runtime: Runtime, method: Any, prompt_tokens: int, generation: Any, cache: Any) -> dict[str, Any]:
     """The JSON result of an answer. settings: of the method, as far as they differ from its defaults."""
     from kvrecall.methods.settings import settings_of
 
     return {
-        "answer": result.texts[0],
-        "model": session.name,
+        "answer": generation.texts[0],
+        "model": runtime.name,
         "method": method.name,
         "settings": settings_of(method),
         "prompt_tokens": prompt_tokens,
-        "new_tokens": len(result.new_tokens[0]),
-        "load_seconds": round(session.load_seconds, 3),
-        "prefill_seconds": round(result.prefill_seconds, 3),
-        "decode_seconds": round(result.decode_seconds, 3),
+        "new_tokens": len(generation.new_tokens[0]),
+        "load_seconds": round(runtime.load_seconds, 3),
+        "prefill_seconds": round(generation.prefill_seconds, 3),
+        "decode_seconds": round(generation.decode_seconds, 3),
         "stats": cache.stats().to_dict(),
     }

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvrecall.cli.kept import disk_bytes
 from kvrecall.cli.models import known_models
 from kvrecall.cli.process import waiting
-from kvrecall.cli.screen import plain_table, results, size
+from kvrecall.cli.screen import method_text, plain_table, results, size
+from kvrecall.cli.session_store import disk_bytes
 from kvrecall.cli.verb import Result, verb
 
 if TYPE_CHECKING:
@@ -31,65 +31,65 @@ def info(session: Annotated[Path | None, typer.Argument(help="Folder of a saved 
 
     from kvrecall import methods
 
-    told: Result = {
+    result: Result = {
         "versions": _versions(),
         "devices": _devices(),
         "methods": [methods.describe(name) for name in methods.names()],
         "models": known_models(),
     }
-    _show(told)
-    return told
+    _show(result)
+    return result
 
 
 def _about_session(folder: Path) -> Result:
     from kvrecall.backends.transformers.session import read_info
 
-    held = read_info(folder)
-    whole = held.about.get("tokens", held.tokens)
-    told: Result = {
+    info = read_info(folder)
+    whole = info.about.get("tokens", info.tokens)
+    result: Result = {
         "folder": str(folder),
-        "model": held.about.get("model"),
-        "model_type": held.model,
-        "dtype": held.dtype,
-        "method": held.method,
-        "settings": held.settings,
-        "tokens": held.tokens,
+        "model": info.about.get("model"),
+        "model_type": info.model,
+        "dtype": info.dtype,
+        "method": info.method,
+        "settings": info.settings,
+        "tokens": info.tokens,
         "document_tokens": whole,
-        "whole": held.tokens >= whole,
-        "sequences": held.sequences,
-        "rows": held.rows,
-        "bytes": held.nbytes,
+        "whole": info.tokens >= whole,
+        "sequences": info.sequences,
+        "rows": info.rows,
+        "bytes": info.nbytes,
         "disk_bytes": disk_bytes(folder),
-        "files": held.about.get("files", []),
-        "first_words": held.about.get("first_words"),
+        "files": info.about.get("files", []),
+        "first_words": info.about.get("first_words"),
     }
     table = plain_table()
-    table.add_row("session", told["folder"])
-    read = "" if told["whole"] else f" of {whole:,}: go on with `kvrecall read` and the same files"
-    several = f", {held.sequences} sequences" if held.sequences > 1 else ""
-    table.add_row("tokens", f"{held.tokens:,}{read}{several}")
-    table.add_row("on disk", f"{size(told['disk_bytes'])}, rows {'as they are' if held.rows == 'plain' else 'in ' + held.rows}")
-    table.add_row("model", f"{told['model'] or 'a model'} ({held.model}, {held.dtype})")
-    settings = ", ".join(f"{name}={value}" for name, value in held.settings.items())
-    table.add_row("method", held.method + (f" ({settings})" if settings else ""))
-    if told["files"]:
-        table.add_row("read from", ", ".join(told["files"]))
-    if told["first_words"]:
-        table.add_row("first words", told["first_words"])
+    table.add_row("session", result["folder"])
+    read = "" if result["whole"] else f" of {whole:,}: go on with `kvrecall read` and the same files"
+    several = f", {info.sequences} sequences" if info.sequences > 1 else ""
+    table.add_row("tokens", f"{info.tokens:,}{read}{several}")
+    form = "as they are" if info.rows == "plain" else f"in {info.rows}"
+    table.add_row("on disk", f"{size(result['disk_bytes'])}, rows {form}")
+    table.add_row("model", f"{result['model'] or 'a model'} ({info.model}, {info.dtype})")
+    table.add_row("method", method_text(info.method, info.settings))
+    if result["files"]:
+        table.add_row("read from", ", ".join(result["files"]))
+    if result["first_words"]:
+        table.add_row("first words", result["first_words"])
     results().print(table)
-    return told
+    return result
 
 
 def _versions() -> dict[str, str | None]:
     import kvrecall
 
-    found: dict[str, str | None] = {"kvrecall": kvrecall.__version__, "python": platform.python_version()}
+    versions: dict[str, str | None] = {"kvrecall": kvrecall.__version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+            versions[package] = None
+    return versions
 
 
 def _devices() -> list[dict[str, Any]]:
@@ -97,8 +97,8 @@ def _devices() -> list[dict[str, Any]]:
 
     from kvrecall.cache.host_memory import available_host_bytes
 
-    named = torch.cpu.get_capabilities().get("cpu_name") if hasattr(torch.cpu, "get_capabilities") else None
-    cpu = {"device": "cpu", "name": named or platform.processor() or platform.machine(), "cores": os.cpu_count()}
+    cpu_name = torch.cpu.get_capabilities().get("cpu_name") if hasattr(torch.cpu, "get_capabilities") else None
+    cpu = {"device": "cpu", "name": cpu_name or platform.processor() or platform.machine(), "cores": os.cpu_count()}
     devices: list[dict[str, Any]] = [
         {**cpu, "threads": torch.get_num_threads(), "waiting": waiting(), "available_bytes": available_host_bytes()}
     ]
@@ -136,24 +136,24 @@ def _kernels(device: torch.device) -> str:
     return "Triton, binary tensor cores" if binary_products(device) else "Triton, integer tensor cores"
 
 
-def _show(told: Result) -> None:
+def _show(result: Result) -> None:
     console = results()
     versions = plain_table("versions")
-    for name, version in told["versions"].items():
+    for name, version in result["versions"].items():
         versions.add_row(name, version or "not installed")
     devices = plain_table("devices", "device", "name", "memory free", "kernels")
-    for device in told["devices"]:
+    for device in result["devices"]:
         devices.add_row(device["device"], device["name"], size(device["available_bytes"]), device.get("kernels", "–"))
-    cpu = told["devices"][0]
+    cpu = result["devices"][0]
     threads = plain_table("threads")
     threads.add_row("torch", f"{cpu['threads']} threads on {cpu['cores']} cores")
     threads.add_row("numba", cpu["numba"] or "not installed")
     threads.add_row("they wait", cpu["waiting"])
     methods = plain_table("methods", "name", "what it does", prose=True)
-    for method in told["methods"]:
+    for method in result["methods"]:
         methods.add_row(method["name"], method["summary"])
     models = plain_table("models", "name", "state", "size")
-    for model in told["models"]:
+    for model in result["models"]:
         models.add_row(model["name"], model["state"], size(model["bytes"]))
     for table in (versions, devices, threads, methods, models):
         table.title_style = "bold"

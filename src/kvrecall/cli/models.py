@@ -85,9 +85,9 @@ def check_models(names: Names = None) -> Result:
     from kvrecall.models.files import files_of
     from kvrecall.models.registry import known
 
-    chosen = [known(name).name for name in names or [name for name, model in KNOWN.items() if files_of(model)]]
+    targets = [known(name).name for name in names or [name for name, model in KNOWN.items() if files_of(model)]]
     rows, errors = [], []
-    for name in chosen:
+    for name in targets:
         try:
             rows.append({"name": name, "path": str(check(name)), "ok": True})
         except KVRecallError as error:
@@ -95,7 +95,7 @@ def check_models(names: Names = None) -> Result:
     to_stdout("".join(f"{row['name']}: ok, {row['path']}\n" for row in rows))
     if errors:
         raise errors[0]
-    if not chosen and not as_json():
+    if not targets and not as_json():
         note("no models here yet; `kvrecall models pull` fetches the default one")
     return {"models": rows}
 
@@ -116,9 +116,9 @@ def remove_models(
     if not names and not only_unpacked:
         raise ParameterError("NAMES", "a known name, or --unpacked", "neither", "`kvrecall models list` shows what is here.")
     # All names are right, or nothing is deleted.
-    chosen = [(name, copies(sha256=known(name).sha256)) for name in names or []] or [(None, copies())]
+    targets = [(name, copies(sha256=known(name).sha256)) for name in names or []] or [(None, copies())]
     rows = []
-    for name, folders in chosen:
+    for name, folders in targets:
         freed = _bytes(folders)
         for folder in folders:
             shutil.rmtree(folder)

@@ -111,6 +111,11 @@ def token_count(text: str, name: str = "--context") -> int:
     return count
 
 
+def comma_separated(text: str) -> list[str]:
+    """The parts of a list such as "a, b"; empty ones are left out."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
 def check_sampling(temperature: float, seed: int | None = None) -> None:
     """Raises ParameterError for a bad temperature, or a seed that torch does not accept."""
     if not 0 <= temperature < inf:
@@ -144,22 +149,29 @@ def writable(path: Path) -> Path:
     target = os.path.realpath(path)
     try:
         try:
-            made = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         except FileExistsError:  # must not be removed; opening a pipe without a reader would block
             os.close(os.open(target, os.O_WRONLY | (0 if sys.platform == "win32" else os.O_NONBLOCK)))
         else:
-            os.close(made)
+            os.close(descriptor)
             os.unlink(target)
     except OSError as error:
         raise OutputFileError(path, f"cannot be written ({error.strerror})") from None
     return path
 
 
+def method_file(path: Path) -> Path:
+    """Returns the path of a method file to write; raises `ParameterError` for another format, `OutputFileError`."""
+    if path.suffix != ".json":
+        raise ParameterError("--out", "a name ending in .json", str(path), "TOML is read, not written.")
+    return writable(path)
+
+
 def writable_folder(path: Path) -> Path:
     """Returns the path of a folder of results; raises `OutputFileError` if it cannot be made. Does not make it."""
-    there = next(place for place in (path, *path.absolute().parents) if place.exists())
-    if not there.is_dir():
-        raise OutputFileError(path, f"cannot be a folder for results ({there} is a file)")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise OutputFileError(path, f"cannot be a folder for results ({there} may not be written to)")
+    nearest = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not nearest.is_dir():
+        raise OutputFileError(path, f"cannot be a folder for results ({nearest} is a file)")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise OutputFileError(path, f"cannot be a folder for results ({nearest} may not be written to)")
     return path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 import typer
@@ -15,6 +16,23 @@ from kvrecall.core.errors import ParameterError
 _VLLM_METHOD = "pariskv-balanced"
 
 
+@dataclass(frozen=True)
+class VllmOptions:
+    """Options for vLLM's workers alone."""
+
+    ranks: Annotated[int, typer.Option(min=1, help="Of vLLM: GPUs, by tensor parallelism.")] = 1
+    block_size: Annotated[int | None, typer.Option(help="Of vLLM: tokens per block; 1024 if left out.")] = None
+    host_memory: Annotated[
+        str | None, typer.Option(help='Of vLLM: for rows, such as "96GiB"; 80 % of what is free if left out.')
+    ] = None
+    device_memory: Annotated[
+        str | None, typer.Option(help="Of vLLM: per GPU, for pages; what a GPU here has beside weights if left out.")
+    ] = None
+    num_speculative_tokens: Annotated[
+        int, typer.Option(min=0, help="Of vLLM: tokens of a draft, as in its --speculative-config; 0 for no drafts.")
+    ] = 0
+
+
 @verb
 def plan(
     context: Annotated[str, typer.Option(help="Tokens per sequence, prompt and answer: 32768, 32k, 1m.")] = "32k",
@@ -26,135 +44,96 @@ def plan(
     batch: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 1,
     dtype: Annotated[str, typer.Option(help="Of keys and values: bfloat16, float16 or float32.")] = "bfloat16",
     engine: Annotated[Engine, typer.Option(help="Who runs the model.")] = Engine.TRANSFORMERS,
-    ranks: Annotated[int, typer.Option(min=1, help="Of vLLM: GPUs, by tensor parallelism.")] = 1,
-    block_size: Annotated[int | None, typer.Option(help="Of vLLM: tokens per block; 1024 if left out.")] = None,
-    host_memory: Annotated[
-        str | None, typer.Option(help='Of vLLM: for rows, such as "96GiB"; 80 % of what is free if left out.')
-    ] = None,
-    device_memory: Annotated[
-        str | None, typer.Option(help="Of vLLM: per GPU, for pages; what a GPU here has beside weights if left out.")
-    ] = None,
-    num_speculative_tokens: Annotated[
-        int, typer.Option(min=0, help="Of vLLM: tokens of a draft, as in its --speculative-config; 0 for no drafts.")
-    ] = 0,
+    *,
+    vllm: VllmOptions,
     host_rows: options.HostRows = options.Rows.PLAIN,
 ) -> Result:
     """Tell how much memory, and disk as a session, a context needs, before anything is loaded. Weights count for vLLM alone."""
     context_tokens = options.token_count(context)
-    ours = {
-        "--ranks": ranks if ranks > 1 else None, "--block-size": block_size, "--host-memory": host_memory,
-        "--device-memory": device_memory, "--num-speculative-tokens": num_speculative_tokens or None,
-    }  # fmt: skip
+    retrieval: Any
     if engine is Engine.VLLM:
         options.check_plain(host_rows, "vLLM")
-        return _vllm(
-            model, method or _VLLM_METHOD, settings, context_tokens, batch, dtype, ranks, block_size, host_memory,
-            device_memory, num_speculative_tokens,
-        )  # fmt: skip
-    for name, value in ours.items():
-        if value is not None:
-            raise ParameterError(name, "--engine vllm with it", value, "It is a setting of vLLM.")
-    chosen = options.method_of(method or options.DEFAULT_METHOD, settings)
+        retrieval = {"method": method or _VLLM_METHOD, **options.settings_of(settings)}
+        retrieval |= {} if vllm.host_memory is None else {"host_memory": vllm.host_memory}
+    else:
+        for field in fields(vllm):
+            if (value := getattr(vllm, field.name)) != field.default:
+                name = f"--{field.name.replace('_', '-')}"
+                raise ParameterError(name, "--engine vllm with it", value, "It is a setting of vLLM.")
+        retrieval = options.method_of(method or options.DEFAULT_METHOD, settings)
 
-    from kvrecall import engine as running
-    from kvrecall.models import as_dtype, load_config
-
-    kind = as_dtype(dtype)
-    with status(f"reading the config of {model}"):
-        config = load_config(model)
-    limit = _limit(model, config, context_tokens)
-    told = running.plan(
-        config, context_tokens=context_tokens, method=chosen, batch=batch, dtype=kind, host_rows=host_rows.value
-    ).to_dict()
-    told["model_context_tokens"], told["host_rows"] = limit, host_rows.value
-    _show(model, told)
-    return told
-
-
-def _limit(model: str, config: Any, context_tokens: int) -> int | None:
-    """The model's context; prints a note if it is shorter."""
     from kvrecall.backends.transformers.families import context_limit
-
-    limit = context_limit(config)
-    if limit and context_tokens > limit:
-        said = f"{model} was made for contexts of up to {limit:,} tokens: other verbs refuse {context_tokens:,}"
-        note(f"note: {said}")
-    return limit
-
-
-def _vllm(
-    model: str, method: str, settings: list[str] | None, context_tokens: int, batch: int, dtype: str, ranks: int,
-    block_size: int | None, host_memory: str | None, device_memory: str | None, num_speculative_tokens: int,
-) -> Result:  # fmt: skip
-    """The plan for vLLM's workers."""
-    from kvrecall.engine.memory import plan_vllm
+    from kvrecall.engine import memory
     from kvrecall.models import as_dtype, load_config
     from kvrecall.step.memory import bytes_of
     from kvrecall.step.settings import BLOCK_TOKENS
 
-    given: dict[str, Any] = {"method": method, **options.settings_of(settings)}
-    given |= {} if host_memory is None else {"host_memory": host_memory}
+    shape: Any = {"context_tokens": context_tokens, "batch": batch, "dtype": as_dtype(dtype)}
     with status(f"reading the config of {model}"):
         config = load_config(model)
-    limit = _limit(model, config, context_tokens)
-    told = plan_vllm(
-        config, given, context_tokens=context_tokens, batch=batch, ranks=ranks, dtype=as_dtype(dtype),
-        block_size=block_size or BLOCK_TOKENS,
-        page_bytes=None if device_memory is None else bytes_of(device_memory, "--device-memory"),
-        num_speculative_tokens=num_speculative_tokens,
-    ).to_dict()  # fmt: skip
-    told["model_context_tokens"] = limit
-    _show_vllm(model, told)
-    return told
+    limit = context_limit(config)
+    if limit and context_tokens > limit:
+        note(f"note: {model} was made for contexts of up to {limit:,} tokens: other verbs refuse {context_tokens:,}")
+    if engine is Engine.VLLM:
+        pages = None if vllm.device_memory is None else bytes_of(vllm.device_memory, "--device-memory")
+        result = memory.plan_vllm(
+            config, retrieval, **shape, ranks=vllm.ranks, block_size=vllm.block_size or BLOCK_TOKENS, page_bytes=pages,
+            num_speculative_tokens=vllm.num_speculative_tokens,
+        ).to_dict()  # fmt: skip
+        _show_vllm(model, result)
+    else:
+        result = memory.plan(config, method=retrieval, **shape, host_rows=host_rows.value).to_dict()
+        result |= {"host_rows": host_rows.value}
+        _show(model, result)
+    return result | {"model_context_tokens": limit}
 
 
-def _show_vllm(model: str, told: Result) -> None:
-    table, ranks = plain_table(), told["ranks"]
+def _show_vllm(model: str, plan: Result) -> None:
+    table, ranks = plain_table(), plan["ranks"]
     each = " per GPU" if ranks > 1 else ""
-    shape = f"{told['layers']} layers, {told['kv_heads']} KV heads of {told['head_dim']}{each}, {told['dtype']}"
-    table.add_row("model", f"{model}: {shape}, {size(told['weight_bytes'])} of weights{each}")
-    table.add_row("context", f"{told['batch']} at once of {told['context_tokens']:,} tokens, method {told['method']}")
-    if told["num_speculative_tokens"]:
-        table.add_row("drafts", f"{told['num_speculative_tokens']} tokens per sequence and step")
-    summaries = size(told["summary_bytes_per_token"])
-    table.add_row("per token", f"{size(told['host_bytes_per_token'])} of rows, {summaries} of summaries on the device{each}")
-    table.add_row("needed", f"{size(told['host_bytes'])} of host memory, {size(told['device_bytes'])} of pages{each}")
-    table.add_row("scratch", f"{size(told['scratch_bytes'])} on the device{each}")
-    hosts = f"host: {told['host_blocks']:,} in {size(told['host_limit'])}{each}"
-    device = told["device_blocks"]
-    there = "device: no GPU here to ask" if device is None else f"device: {device:,} in {size(told['page_bytes'])}"
-    table.add_row("blocks", f"{told['blocks']:,} of {told['block_size']:,} tokens ({hosts}; {there})")
-    table.add_row("admitted", f"{told['admitted_tokens']:,} tokens, {told['sequences']:,} such sequences at once")
-    fits = (
-        f"yes; {told['needed_blocks']:,} blocks are the least"
-        if told["fits"]
-        else f"NO: {told['needed_blocks']:,} blocks are the least"
-    )
-    table.add_row("fits", fits)
+    table.add_row("model", f"{model}: {_shape(plan, each)}, {size(plan['weight_bytes'])} of weights{each}")
+    table.add_row("context", f"{plan['batch']} at once of {plan['context_tokens']:,} tokens, method {plan['method']}")
+    if plan["num_speculative_tokens"]:
+        table.add_row("drafts", f"{plan['num_speculative_tokens']} tokens per sequence and step")
+    table.add_row("per token", f"{_per_token(plan)}{each}")
+    table.add_row("needed", f"{size(plan['host_bytes'])} of host memory, {size(plan['device_bytes'])} of pages{each}")
+    table.add_row("scratch", f"{size(plan['scratch_bytes'])} on the device{each}")
+    host = f"host: {plan['host_blocks']:,} in {size(plan['host_limit'])}{each}"
+    blocks = plan["device_blocks"]
+    device = "device: no GPU here to ask" if blocks is None else f"device: {blocks:,} in {size(plan['page_bytes'])}"
+    table.add_row("blocks", f"{plan['blocks']:,} of {plan['block_size']:,} tokens ({host}; {device})")
+    table.add_row("admitted", f"{plan['admitted_tokens']:,} tokens, {plan['sequences']:,} such sequences at once")
+    table.add_row("fits", f"{'yes;' if plan['fits'] else 'NO:'} {plan['needed_blocks']:,} blocks are the least")
     results().print(table)
 
 
-def _show(model: str, told: Result) -> None:
+def _show(model: str, plan: Result) -> None:
     table = plain_table()
-    sequences = f"{told['batch']} sequence" + ("s" if told["batch"] > 1 else "")
-    shape = f"{told['layers']} layers, {told['kv_heads']} KV heads of {told['head_dim']}, {told['dtype']}"
-    table.add_row("model", f"{model}: {shape}")
-    table.add_row("context", f"{sequences} of {told['context_tokens']:,} tokens, method {told['method']}")
-    summaries = size(told["summary_bytes_per_token"])
-    table.add_row("per token", f"{size(told['host_bytes_per_token'])} of rows, {summaries} of summaries on the device")
-    form = " in eight bits" if told["host_rows"] == "fp8" else ""
-    table.add_row("host", f"{size(told['host_bytes'])}{form} {_fits(told['fits_host'], told['available_host_bytes'])}")
-    fits = _fits(told["fits_device"], told["available_device_bytes"])
-    table.add_row("device", f"{size(told['device_bytes'])} {fits}")
+    sequences = f"{plan['batch']} sequence" + ("s" if plan["batch"] > 1 else "")
+    table.add_row("model", f"{model}: {_shape(plan)}")
+    table.add_row("context", f"{sequences} of {plan['context_tokens']:,} tokens, method {plan['method']}")
+    table.add_row("per token", _per_token(plan))
+    form = " in eight bits" if plan["host_rows"] == "fp8" else ""
+    table.add_row("host", f"{size(plan['host_bytes'])}{form} {_fits(plan['fits_host'], plan['available_host_bytes'])}")
+    fits = _fits(plan["fits_device"], plan["available_device_bytes"])
+    table.add_row("device", f"{size(plan['device_bytes'])} {fits}")
     parts = {
         "summaries": "summary_bytes", "window": "resident_bytes", "maps of the model": "map_bytes",
         "rows of layers that search nothing": "device_row_bytes",
     }  # fmt: skip
-    table.add_pieces("  of it", (f"{size(told[key])} {name}" for name, key in parts.items() if told[key]))
-    table.add_row("disk", f"{size(told['session_bytes'])} as a saved session")
-    fits = _fits(told["full_attention_fits_device"], told["available_device_bytes"])
-    table.add_row("full attention", f"{size(told['full_attention_device_bytes'])} on the device {fits}")
+    table.add_pieces("  of it", (f"{size(plan[key])} {name}" for name, key in parts.items() if plan[key]))
+    table.add_row("disk", f"{size(plan['session_bytes'])} as a saved session")
+    fits = _fits(plan["full_attention_fits_device"], plan["available_device_bytes"])
+    table.add_row("full attention", f"{size(plan['full_attention_device_bytes'])} on the device {fits}")
     results().print(table)
+
+
+def _shape(plan: Result, each: str = "") -> str:
+    return f"{plan['layers']} layers, {plan['kv_heads']} KV heads of {plan['head_dim']}{each}, {plan['dtype']}"
+
+
+def _per_token(plan: Result) -> str:
+    return f"{size(plan['host_bytes_per_token'])} of rows, {size(plan['summary_bytes_per_token'])} of summaries on the device"
 
 
 def _fits(fits: bool | None, available: int | None) -> str:

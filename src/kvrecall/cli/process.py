@@ -15,42 +15,42 @@ EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 """A shell's exit code for a program ended by SIGPIPE."""
 POLICY = "OMP_WAIT_POLICY"
-_OWN = ("GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+_OTHER_VARIABLES = ("GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 """Variables by which a user sets this for an OpenMP library."""
-_chosen_here = False
+_set_here = False
 
 
 def wait_passively() -> None:
     """Lets threads of this process sleep while they wait, unless the environment sets it. Must run before torch is imported."""
-    global _chosen_here
-    if "torch" in sys.modules or any(name in os.environ for name in (POLICY, *_OWN)):
+    global _set_here
+    if "torch" in sys.modules or any(name in os.environ for name in (POLICY, *_OTHER_VARIABLES)):
         return
     os.environ[POLICY] = "PASSIVE"
-    _chosen_here = True
+    _set_here = True
 
 
 def leave_environment() -> None:
     """Restores the user's environment, for a program that replaces this process."""
-    if _chosen_here:
+    if _set_here:
         os.environ.pop(POLICY, None)
 
 
 def waiting() -> str:
     """Text: how threads wait, and what decided it."""
-    if _chosen_here:
+    if _set_here:
         return "asleep (kvrecall's choice)"
-    given = [f"{name}={os.environ[name]}" for name in (POLICY, *_OWN) if name in os.environ]
-    return f"as {', '.join(given)} says" if given else "busy, OpenMP's default"
+    variables = [f"{name}={os.environ[name]}" for name in (POLICY, *_OTHER_VARIABLES) if name in os.environ]
+    return f"as {', '.join(variables)} says" if variables else "busy, OpenMP's default"
 
 
-def opened_streams() -> None:
+def open_streams() -> None:
     """Opens missing standard output or error (`>&-`), because the next opened file would get their number."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:
-            taken = os.open(os.devnull, os.O_WRONLY)
-            if taken != number:
-                os.dup2(taken, number)
-                os.close(taken)
+            descriptor = os.open(os.devnull, os.O_WRONLY)
+            if descriptor != number:
+                os.dup2(descriptor, number)
+                os.close(descriptor)
             setattr(sys, name, open(number, "w", encoding="utf-8", closefd=False))  # noqa: SIM115
 
 

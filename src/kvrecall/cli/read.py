@@ -9,10 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from kvrecall.cli import options
-from kvrecall.cli.kept import disk_bytes
 from kvrecall.cli.options import read_text, writable_folder
 from kvrecall.cli.screen import details, note, plain_table, results, seconds, size, status, token_bar
-from kvrecall.cli.session import open_session, plain
+from kvrecall.cli.session import load_runtime, printable_name
+from kvrecall.cli.session_store import disk_bytes
 from kvrecall.cli.verb import Result, verb
 
 _SAVE_SECONDS = 30.0
@@ -36,46 +36,41 @@ def read(
 ) -> Result:
     """Read text files into a saved session, for `ask` and `chat`. Interrupted, or with more files, the same call goes on."""
     texts = [read_text(file) for file in files]
-    chosen = options.method_of(method, settings)
-    begun = _begun(writable_folder(out))
+    retrieval = options.method_of(method, settings)
+    writable_folder(out)
 
     from kvrecall import engine
+    from kvrecall.cache.session_folder import holds_session
 
-    session = open_session(model, dtype, device)
-    document = engine.Document.of(session.model, session.tokenizer, texts, method=chosen, host_rows=host_rows.value)
+    resumes = out.exists() and holds_session(out)  # raises for a folder of something else
+    runtime = load_runtime(model, dtype, device)
+    document = engine.Document.of(runtime.model, runtime.tokenizer, texts, method=retrieval, host_rows=host_rows.value)
     document.check(["?"], 1)
-    document.about |= {"model": session.name, "files": [plain(file) for file in files]}
-    held = 0
-    if begun:
+    document.about |= {"model": runtime.name, "files": [printable_name(file) for file in files]}
+    old_tokens = 0
+    if resumes:
         with status("loading the session"):
-            held = document.resume(out)
-        if 0 < held < document.tokens:
-            details().print(f"going on behind the {held:,} tokens that {out} holds", soft_wrap=True)
+            old_tokens = document.resume(out)
+        if 0 < old_tokens < document.tokens:
+            details().print(f"going on behind the {old_tokens:,} tokens that {out} holds", soft_wrap=True)
     info = _read_and_save(document, out, rows.value, chunk_tokens)
-    told = {
+    result = {
         "folder": str(out),
-        "model": session.name,
+        "model": runtime.name,
         "method": info.method,
         "tokens": info.tokens,
-        "tokens_read": info.tokens - held,
+        "tokens_read": info.tokens - old_tokens,
         "bytes": info.nbytes,
         "disk_bytes": disk_bytes(out),
-        "load_seconds": round(session.load_seconds, 3),
+        "load_seconds": round(runtime.load_seconds, 3),
         "read_seconds": round(document.read_seconds, 3),
     }
     table = plain_table()
-    table.add_row("session", f"{out}: {info.tokens:,} tokens, {size(told['disk_bytes'])}")
-    table.add_row("model, method", f"{session.name}, {info.method}")
-    table.add_row("read", f"{told['tokens_read']:,} tokens, {seconds(document.read_seconds)} with what was loaded")
+    table.add_row("session", f"{out}: {info.tokens:,} tokens, {size(result['disk_bytes'])}")
+    table.add_row("model, method", f"{runtime.name}, {info.method}")
+    table.add_row("read", f"{result['tokens_read']:,} tokens, {seconds(document.read_seconds)} with what was loaded")
     results().print(table)
-    return told
-
-
-def _begun(out: Path) -> bool:
-    """Whether a folder holds a session. Raises SessionError where it holds something else."""
-    from kvrecall.cache.session_folder import holds_session
-
-    return out.exists() and holds_session(out)
+    return result
 
 
 def _read_and_save(document: Any, out: Path, rows: str, chunk_tokens: int | None) -> Any:
@@ -85,26 +80,26 @@ def _read_and_save(document: Any, out: Path, rows: str, chunk_tokens: int | None
 
     def save() -> Any:
         nonlocal last, pause
-        start = time.monotonic()
+        begin = time.monotonic()
         info = document.save(out, rows)
         last = time.monotonic()
-        pause = max(_SAVE_SECONDS, 10 * (last - start))
+        pause = max(_SAVE_SECONDS, 10 * (last - begin))
         return info
 
     with token_bar("reading") as on_progress:
 
-        def told(done: int, total: int) -> None:
+        def on_chunk(done: int, total: int) -> None:
             on_progress(done, total)
             if 0 < done < total and time.monotonic() - last > pause:
                 save()
 
         try:
-            document.read(chunk_tokens=chunk_tokens, on_progress=told)
+            document.read(chunk_tokens=chunk_tokens, on_progress=on_chunk)
         except KeyboardInterrupt:
-            if held := document.cache.get_seq_length():
+            if tokens := document.cache.get_seq_length():
                 save()
-                said = f"{held:,} of {document.tokens:,} tokens are in {out} after {seconds(time.monotonic() - start)}"
-                note(f"{said}; the same call goes on from there")
+                elapsed = seconds(time.monotonic() - start)
+                note(f"{tokens:,} of {document.tokens:,} tokens are in {out} after {elapsed}; the same call goes on from there")
             raise
         with status("saving"):
             return save()

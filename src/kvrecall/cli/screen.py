@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
@@ -146,9 +146,9 @@ def details() -> Screen:
     return Screen(stderr=True, highlight=False, quiet=as_json())
 
 
-def note(said: str) -> None:
+def note(line: str) -> None:
     """A line on standard error."""
-    notes().print(said, soft_wrap=True)
+    notes().print(line, soft_wrap=True)
 
 
 def size(count: float | None) -> str:
@@ -161,6 +161,16 @@ def size(count: float | None) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
+
+
+def settings_text(settings: Mapping[str, Any]) -> str:
+    """Settings of a method: "top_k=100, gqa=max"."""
+    return ", ".join(f"{name}={value}" for name, value in settings.items())
+
+
+def method_text(method: str, settings: Mapping[str, Any]) -> str:
+    """A method and its settings: "pariskv (top_k=100)"."""
+    return f"{method} ({settings_text(settings)})" if settings else method
 
 
 def seconds(value: float) -> str:
@@ -196,7 +206,7 @@ def token_bar(title: str, quiet: bool = False) -> Iterator[OnProgress]:
     console = notes()
     if quiet or as_json() or not console.is_terminal:
         log = ProgressLog(quiet)
-        yield lambda done, total: log.tell(lambda: f"{title}: {done:,} of {total:,}", last=done >= total)
+        yield lambda done, total: log.print(lambda: f"{title}: {done:,} of {total:,}", last=done >= total)
         return
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
@@ -212,15 +222,15 @@ class ProgressLog:
 
     def __init__(self, quiet: bool = False) -> None:
         self.quiet = quiet or as_json()
-        self.start = self.told = time.perf_counter()
+        self.start = self.last = time.perf_counter()
 
-    def tell(self, line: Callable[[], str], last: bool = False, always: bool = False) -> None:
+    def print(self, line: Callable[[], str], last: bool = False, always: bool = False) -> None:
         """Writes the line and the time, if it is due. last: nothing follows. always: whether it is due or not."""
         now = time.perf_counter()
-        waited = now - (self.start if last else self.told)
-        if self.quiet or not (always or waited >= self.EVERY_SECONDS):
+        elapsed = now - (self.start if last else self.last)
+        if self.quiet or not (always or elapsed >= self.EVERY_SECONDS):
             return
-        self.told = now
+        self.last = now
         notes().print(f"{line()}, {timedelta(seconds=round(now - self.start))}", soft_wrap=True)
 
 
@@ -231,28 +241,25 @@ def _moved(total: dict[str, Any]) -> str:
 
 
 def stats_table(summary: dict[str, Any]) -> PlainTable:
-    """The table under an answer, from its JSON result (see `generate.summary` and `ask.answer_told`)."""
+    """The table under an answer, from its JSON result (see `generate.summary` and `ask.answer_row`)."""
     total = summary["stats"]["total"]
     zones, stages = total["tokens"], total["stage_seconds"]
-    held = sum(zones.values())
-    table = plain_table()
+    tokens = sum(zones.values())
+    table = _model_table(summary)
     new, decode = summary["new_tokens"], summary["decode_seconds"]
     rate = f"{new / decode:.1f} tokens/s" if decode > 0 else "—"
-    table.add_row("model, method", f"{summary['model']}, {summary['method']}")
-    if summary["settings"]:
-        table.add_pieces("settings", (f"{name}={value}" for name, value in summary["settings"].items()))
     table.add_row("prompt, answer", f"{summary['prompt_tokens']:,} tokens, {new:,} tokens")
     if "read_seconds" in summary:
         times = [summary[name] for name in ("read_seconds", "first_token_seconds", "decode_seconds")]
-        table.add_row(f"{_got(summary)}, first, decode", f"{', '.join(map(seconds, times))} ({rate})")
+        table.add_row(f"{_source(summary)}, first, decode", f"{', '.join(map(seconds, times))} ({rate})")
     else:
         table.add_row("prefill, decode", f"{seconds(summary['prefill_seconds'])}, {seconds(decode)} ({rate})")
     table.add_pieces("tokens per zone", (f"{name} {count:,}" for name, count in zones.items()))
-    share = f" ({total['attended_per_step'] / held:.1%} of {held:,})" if held else ""
+    share = f" ({total['attended_per_step'] / tokens:.1%} of {tokens:,})" if tokens else ""
     table.add_row("attended per step", f"{total['attended_per_step']:,.0f} tokens per KV head{share}")
     table.add_row("held", f"device {size(total['device_bytes'])}, host {size(total['host_bytes'])}")
-    kept = f" ({size(total['bytes_saved'])} re-used)" if total["bytes_saved"] else ""
-    table.add_row("rows fetched", size(total["bytes_fetched"]) + kept)
+    reused = f" ({size(total['bytes_saved'])} re-used)" if total["bytes_saved"] else ""
+    table.add_row("rows fetched", size(total["bytes_fetched"]) + reused)
     table.add_row("moved", _moved(total))
     table.add_row("searches, reused rows", f"{total['searches']:,}, {total['reused_rows']:,}")
     if stages:
@@ -260,19 +267,25 @@ def stats_table(summary: dict[str, Any]) -> PlainTable:
     return table
 
 
-def _got(told: dict[str, Any]) -> str:
-    """How the document came into the cache."""
-    return "loading" if told.get("session") and told["session"]["found"] else "reading"
-
-
-def answers_table(told: dict[str, Any]) -> PlainTable:
-    """The table under several answers, from their JSON result."""
+def _model_table(result: dict[str, Any]) -> PlainTable:
     table = plain_table()
-    answers = told["answers"]
-    table.add_row("model, method", f"{told['model']}, {told['method']}")
-    if told["settings"]:
-        table.add_pieces("settings", (f"{name}={value}" for name, value in told["settings"].items()))
-    table.add_row(_got(told), f"{told['document_tokens']:,} tokens in {seconds(told['read_seconds'])}, once for all questions")
+    table.add_row("model, method", f"{result['model']}, {result['method']}")
+    if result["settings"]:
+        table.add_pieces("settings", (f"{name}={value}" for name, value in result["settings"].items()))
+    return table
+
+
+def _source(result: dict[str, Any]) -> str:
+    """How the document came into the cache."""
+    return "loading" if result.get("session") and result["session"]["found"] else "reading"
+
+
+def answers_table(result: dict[str, Any]) -> PlainTable:
+    """The table under several answers, from their JSON result."""
+    table = _model_table(result)
+    answers = result["answers"]
+    reading = f"{result['document_tokens']:,} tokens in {seconds(result['read_seconds'])}"
+    table.add_row(_source(result), f"{reading}, once for all questions")
     first = [answer["first_token_seconds"] for answer in answers]
     table.add_row("first token", f"{seconds(min(first))} to {seconds(max(first))} after its question")
     new, last = sum(answer["new_tokens"] for answer in answers), max(answer["decode_seconds"] for answer in answers)

@@ -15,7 +15,7 @@ from kvrecall.cli import options
 from kvrecall.cli.options import Engine
 from kvrecall.cli.process import leave_environment
 from kvrecall.cli.screen import as_json, note, size, to_stdout
-from kvrecall.cli.session import open_session
+from kvrecall.cli.session import load_runtime
 from kvrecall.cli.verb import Result, verb
 from kvrecall.core.errors import KVRecallError, MissingPackageError, ModelFilesError, ParameterError, install_command
 from kvrecall.core.extras import require_server
@@ -25,7 +25,7 @@ from kvrecall.core.texts import byte_count
 @verb
 def serve(
     model: Annotated[str, typer.Argument(help=options.MODEL_HELP)],
-    given: Annotated[
+    vllm_arguments: Annotated[
         list[str] | None, typer.Argument(metavar="-- OPTIONS", help="Of `vllm serve`; they win over ours.")
     ] = None,
     engine: Annotated[Engine | None, typer.Option(help="vllm where it is installed, if left out.")] = None,
@@ -55,9 +55,9 @@ def serve(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run, and start nothing.")] = False,
 ) -> Result:
     """Serve a model over HTTP as OpenAI does: by vLLM's server, which gets what stands behind `--`, or on transformers."""
-    more = given or []
-    if more and not more[0].startswith("-"):
-        raise ParameterError("arguments", "one MODEL, and options behind `--`", more[0], "See `kvrecall serve --help`.")
+    arguments = vllm_arguments or []
+    if arguments and not arguments[0].startswith("-"):
+        raise ParameterError("arguments", "one MODEL, and options behind `--`", arguments[0], "See `kvrecall serve --help`.")
     tokens = None if context is None else options.token_count(context)
     if _engine(engine) is Engine.VLLM:
         options.check_plain(host_rows, "vLLM")
@@ -68,20 +68,22 @@ def serve(
         ):
             if value is not None:
                 raise ParameterError(name, "none with --engine vllm", value, remedy)
-        wanted = _settings(method, settings)
-        return _vllm(model, wanted, {"host": host, "port": port, "max-model-len": tokens, "dtype": dtype}, more, dry_run)
-    if more:
-        raise ParameterError("options behind `--`", "none with --engine transformers", " ".join(more), "They are vLLM's.")
+        flags = {"host": host, "port": port, "max-model-len": tokens, "dtype": dtype}
+        return _vllm(model, _vllm_settings(method, settings), flags, arguments, dry_run)
+    if arguments:
+        raise ParameterError("options behind `--`", "none with --engine transformers", " ".join(arguments), "They are vLLM's.")
     folders = dict(_session(text, model) for text in session or [])
     memory = None if prefix_memory is None else byte_count(prefix_memory, "--prefix-memory")
-    chosen = options.method_of(method or options.DEFAULT_METHOD, settings)
-    told = {"engine": Engine.TRANSFORMERS, "model": model, "method": chosen.name, "context": tokens, "host": host, "port": port}
-    told |= {"sessions": {name: str(folder) for name, folder in folders.items()}}
+    retrieval = options.method_of(method or options.DEFAULT_METHOD, settings)
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+    result = {
+        "engine": Engine.TRANSFORMERS, "model": model, "method": retrieval.name, "context": tokens, "host": host, "port": port,
+        "sessions": {name: str(folder) for name, folder in folders.items()},
+    }  # fmt: skip
     if dry_run:
-        note(f"{model} with {chosen.name} at {_url(host, port)}, in this process")
-        return told
+        note(f"{model} with {retrieval.name} at {url}, in this process")
+        return result
     _without_json()
-
     rows: Any = host_rows.value
 
     from kvrecall.cache.host_memory import available_host_bytes
@@ -89,20 +91,20 @@ def serve(
     from kvrecall.engine.http_server import Server, listening
     from kvrecall.engine.serving import Service
 
-    with listening(host, port) as bound:
-        loaded = open_session(model, dtype, device)
-        read = {
-            name: Document.of(loaded.model, loaded.tokenizer, folder, method=chosen, host_rows=rows)
+    with listening(host, port) as socket:
+        runtime = load_runtime(model, dtype, device)
+        documents = {
+            name: Document.of(runtime.model, runtime.tokenizer, folder, method=retrieval, host_rows=rows)
             for name, folder in folders.items()
         }
         memory = available_host_bytes() // 4 if memory is None else memory
         service = Service(
-            loaded.model, loaded.tokenizer, model, chosen, prefix_bytes=memory, context=tokens, host_rows=rows, sessions=read,
+            runtime.model, runtime.tokenizer, model, retrieval, prefix_bytes=memory, context=tokens, host_rows=rows,
+            sessions=documents,
         )  # fmt: skip
-        said = f"{model} with {chosen.name} at {_url(host, port)}; prompts that were read take up to {size(memory)}"
-        note(said)
-        Server(service).run(sockets=[bound])
-    return told
+        note(f"{model} with {retrieval.name} at {url}; prompts that were read take up to {size(memory)}")
+        Server(service).run(sockets=[socket])
+    return result
 
 
 def _session(text: str, model: str) -> tuple[str, Path]:
@@ -115,28 +117,24 @@ def _session(text: str, model: str) -> tuple[str, Path]:
     return name, Path(folder)
 
 
-def _url(host: str, port: int) -> str:
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
-
-
-def _settings(method: str | None, settings: list[str] | None) -> Result:
+def _vllm_settings(method: str | None, settings: list[str] | None) -> Result:
     """The method and its settings for the vLLM backend; its default if no method is given."""
     from kvrecall.step.settings import METHODS, spelled
 
     return {**spelled(method or METHODS[0]), **options.settings_of(settings)}
 
 
-def _engine(asked: Engine | None) -> Engine:
+def _engine(choice: Engine | None) -> Engine:
     """The engine to run. Raises errors that name the missing package."""
     has_vllm = find_spec("vllm") is not None
-    if asked is Engine.VLLM and not has_vllm:
+    if choice is Engine.VLLM and not has_vllm:
         raise MissingPackageError("vLLM", "vllm")
-    if has_vllm and asked is not Engine.TRANSFORMERS:
+    if has_vllm and choice is not Engine.TRANSFORMERS:
         return Engine.VLLM
     try:
         require_server()
     except MissingPackageError as error:
-        if asked is not None:
+        if choice is not None:
             raise
         remedy = f"Run {install_command('vllm')}; for CPUs and small GPUs {install_command('serve')}."
         raise ParameterError(
@@ -145,7 +143,7 @@ def _engine(asked: Engine | None) -> Engine:
     return Engine.TRANSFORMERS
 
 
-def _vllm(model: str, wanted: dict[str, Any], flags: dict[str, Any], given: list[str], dry_run: bool) -> Result:
+def _vllm(model: str, settings: dict[str, Any], flags: dict[str, Any], arguments: list[str], dry_run: bool) -> Result:
     """Becomes vLLM's server, unless it is a dry run."""
     from kvrecall.backends.vllm.command import serve_command
     from kvrecall.backends.vllm.dry_run import rehearsed
@@ -154,17 +152,18 @@ def _vllm(model: str, wanted: dict[str, Any], flags: dict[str, Any], given: list
     if model in KNOWN:
         remedy = "Give a folder or a hub repository, or --engine transformers."
         raise ModelFilesError(model, "kvrecall knows it as a GGUF file, which vLLM does not serve", remedy)
-    command = serve_command(model, wanted, flags, given)
+    command = serve_command(model, settings, flags, arguments)
     if not command.retrieves:
         note("note: another attention backend was asked for: vLLM serves without kvrecall")
     else:
-        command = serve_command(model, wanted, flags | _batch(model, command.settings, flags, given), given)
-    told = {"engine": Engine.VLLM, "model": model, "command": command.arguments, "kvrecall": command.config}
+        flags = flags | _batch(model, command.settings, flags, arguments)
+        command = serve_command(model, settings, flags, arguments)
+    result = {"engine": Engine.VLLM, "model": model, "command": command.arguments, "kvrecall": command.config}
     if dry_run:
         unchecked = rehearsed(command.options)
         note(f"note: {unchecked}")
         to_stdout(f"{shlex.join(command.arguments)}\n")
-        return told | {"unchecked": unchecked}
+        return result | {"unchecked": unchecked}
     _without_json()
     leave_environment()
     sys.stdout.flush()
@@ -172,24 +171,24 @@ def _vllm(model: str, wanted: dict[str, Any], flags: dict[str, Any], given: list
     os.execvp(command.arguments[0], command.arguments)  # signals and exit codes become vLLM's own
 
 
-def _batch(model: str, settings: Any, flags: dict[str, Any], given: list[str]) -> dict[str, Any]:
+def _batch(model: str, settings: Any, flags: dict[str, Any], arguments: list[str]) -> dict[str, Any]:
     """Options for how many sequences decode together and which batches are recorded. Says what they are."""
     import torch
 
     from kvrecall.backends.vllm.batch import recorded_batches, sequences_for
     from kvrecall.backends.vllm.command import names_graphs, number_given
 
-    most = number_given(given, "--max-num-seqs") or sequences_for(_room(model, settings, flags, given))
-    told: dict[str, Any] = {"max-num-seqs": most}
-    said = f"at most {most} sequences decode together (--max-num-seqs)"
-    if torch.cuda.is_available() and not names_graphs(given):
-        told["cudagraph-capture-sizes"] = sizes = recorded_batches(most)
-        said += f"; graphs are recorded for {', '.join(map(str, sizes))} (--cudagraph-capture-sizes)"
-    note(said)
-    return told
+    most = number_given(arguments, "--max-num-seqs") or sequences_for(_host_sequences(model, settings, flags, arguments))
+    batch: dict[str, Any] = {"max-num-seqs": most}
+    line = f"at most {most} sequences decode together (--max-num-seqs)"
+    if torch.cuda.is_available() and not names_graphs(arguments):
+        batch["cudagraph-capture-sizes"] = sizes = recorded_batches(most)
+        line += f"; graphs are recorded for {', '.join(map(str, sizes))} (--cudagraph-capture-sizes)"
+    note(line)
+    return batch
 
 
-def _room(model: str, settings: Any, flags: dict[str, Any], given: list[str]) -> int | None:
+def _host_sequences(model: str, settings: Any, flags: dict[str, Any], arguments: list[str]) -> int | None:
     """How many sequences of the longest length fit into host memory; None if the model's config is not here."""
     import torch
 
@@ -203,15 +202,15 @@ def _room(model: str, settings: Any, flags: dict[str, Any], given: list[str]) ->
         config = load_config(model, offline=True)
     except KVRecallError:
         return None
-    tokens = number_given(given, "--max-model-len") or flags["max-model-len"] or context_limit(config)
+    tokens = number_given(arguments, "--max-model-len") or flags["max-model-len"] or context_limit(config)
     if tokens is None or settings.residency == "device":
         return None
     try:
         return host_sequences(
-            config, settings, context_tokens=tokens, ranks=number_given(given, "--tensor-parallel-size", "-tp") or 1,
-            engines=number_given(given, "--data-parallel-size-local", "-dpl", "--data-parallel-size", "-dp") or 1,
-            dtype=torch.float32 if "float32" in (flags["dtype"], *given) else torch.bfloat16,
-            block_size=number_given(given, "--block-size") or BLOCK_TOKENS,
+            config, settings, context_tokens=tokens, ranks=number_given(arguments, "--tensor-parallel-size", "-tp") or 1,
+            engines=number_given(arguments, "--data-parallel-size-local", "-dpl", "--data-parallel-size", "-dp") or 1,
+            dtype=torch.float32 if "float32" in (flags["dtype"], *arguments) else torch.bfloat16,
+            block_size=number_given(arguments, "--block-size") or BLOCK_TOKENS,
         )  # fmt: skip
     except (KVRecallError, ValueError):  # vLLM will tell what it does not serve
         return None

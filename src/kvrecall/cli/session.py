@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from kvrecall.cli import options
-from kvrecall.cli.kept import Kept, is_folder, kept_folder, key_of
 from kvrecall.cli.options import read_text
 from kvrecall.cli.screen import as_json, details, note, size, status, token_bar
+from kvrecall.cli.session_store import SessionStore, document_key, is_folder, store_folder
 from kvrecall.cli.verb import Result
 from kvrecall.core.errors import ContextLengthError, KVRecallError, ParameterError, SessionError
 from kvrecall.core.texts import byte_count
 
 
 @dataclass(frozen=True)
-class Session:
-    """A model that is ready, and what the options said about it."""
+class Runtime:
+    """A model that is ready, its tokenizer, and the name by which it was loaded."""
 
     model: Any
     tokenizer: Any
@@ -33,6 +33,11 @@ class Session:
         from kvrecall.engine.prefill import context_limit
 
         return context_limit(self.model)
+
+    @property
+    def layer_count(self) -> int:
+        """Layers of the model's text decoder."""
+        return self.model.config.get_text_config(decoder=True).num_hidden_layers
 
     def token_ids(self, text: str, most: int | None = None) -> list[int]:
         """Tokens of a text, the first `most` of them; raises ContextLengthError if the model's context cannot hold them."""
@@ -48,7 +53,7 @@ class Session:
         return torch.tensor([ids], device=self.model.device, dtype=torch.int64)
 
 
-def open_session(name: str, dtype: str | None, device: str | None) -> Session:
+def load_runtime(name: str, dtype: str | None, device: str | None) -> Runtime:
     """Fetches what is missing of a known model or of a hub repository, and loads it."""
     from kvrecall import models
 
@@ -58,7 +63,7 @@ def open_session(name: str, dtype: str | None, device: str | None) -> Session:
     start = time.perf_counter()
     with status(f"loading {name} (the first time takes half a minute)"):
         model, tokenizer = models.load(name, dtype=dtype, device=device, on_notice=note)
-    return Session(model, tokenizer, name, time.perf_counter() - start)
+    return Runtime(model, tokenizer, name, time.perf_counter() - start)
 
 
 @dataclass(frozen=True)
@@ -70,17 +75,13 @@ class ModelOptions:
     device: options.Device = None
     chunk_tokens: options.ChunkTokens = 1024
 
-    def open(self) -> Session:
+    def load(self) -> Runtime:
         """Loads the model."""
-        return open_session(self.model, self.dtype, self.device)
-
-
-MODEL_OPTIONS = ModelOptions()
-"""The defaults."""
+        return load_runtime(self.model, self.dtype, self.device)
 
 
 @dataclass(frozen=True)
-class Choices:
+class DocumentOptions:
     """Options of verbs that answer questions about a document."""
 
     keep: options.Keep = False
@@ -102,128 +103,128 @@ class Choices:
 
 
 @dataclass(frozen=True)
-class Opened:
-    """A read document (`engine.Document`), its model, and the JSON result about its session, if any."""
+class DocumentContext:
+    """A document that was read (`engine.Document`), its model, and the JSON result about its session, if any."""
 
-    session: Session
+    runtime: Runtime
     document: Any
-    saved: Result | None
+    session: Result | None
 
-    def told(self) -> Result:
+    def to_dict(self) -> Result:
         """The JSON result about a document."""
         from kvrecall.methods.settings import settings_of
 
         return {
-            "model": self.session.name,
+            "model": self.runtime.name,
             "method": self.document.cache.method.name,
             "settings": settings_of(self.document.cache.method),
             "files": self.document.about.get("files", []),
             "document_tokens": self.document.tokens,
-            "load_seconds": round(self.session.load_seconds, 3),
+            "load_seconds": round(self.runtime.load_seconds, 3),
             "read_seconds": round(self.document.read_seconds, 3),
-            "session": self.saved,
+            "session": self.session,
         }
 
 
 @contextmanager
-def opened(
-    sources: list[Path], choices: Choices, check: Callable[[Any], object], instruction: str | None = None
-) -> Iterator[Opened]:
+def open_document(
+    sources: list[Path], choices: DocumentOptions, check: Callable[[Any], object], **instruction: Any
+) -> Iterator[DocumentContext]:
     """Reads text files in order, or loads the session of a folder. Each of several files begins with a line that names it.
     check: called with the document before reading; may raise. instruction: as in `kvrecall.ask`.
 
-    Inside, a kept session is not removed.
+    Inside, a session of the store is not removed.
     """
     options.check_sampling(choices.temperature, choices.seed)
-    more: dict[str, Any] = {} if instruction is None else {"instruction": instruction}
     if sources[0].is_dir():
         if len(sources) > 1:
             remedy = "Read all files into one session with `kvrecall read FILE… --out SESSION`, or ask about the files alone."
             raise ParameterError("FILE…|SESSION", "text files, or one session alone", f"{sources[0]} and {sources[1]}", remedy)
-        session, document = _from_session(sources[0], choices, more)
+        runtime, document = _load_session(sources[0], choices, instruction)
         check(document)
-        yield Opened(session, document, {"folder": str(sources[0]), "found": True})
+        yield DocumentContext(runtime, document, {"folder": str(sources[0]), "found": True})
         return
-    names, texts = [plain(source) for source in sources], [read_text(source) for source in sources]
+    names, texts = [printable_name(source) for source in sources], [read_text(source) for source in sources]
     if len(texts) > 1:
         texts = [f"File: {name}\n\n{text}" for name, text in zip(names, texts, strict=True)]
     limit = byte_count(choices.keep_limit, "--keep-limit")
-    chosen = options.method_of(choices.method or options.DEFAULT_METHOD, choices.settings)
+    method = options.method_of(choices.method or options.DEFAULT_METHOD, choices.settings)
 
     from kvrecall import engine
 
-    session = open_session(choices.model or options.DEFAULT_MODEL, choices.dtype, choices.device)
+    runtime = load_runtime(choices.model or options.DEFAULT_MODEL, choices.dtype, choices.device)
     document = engine.Document.of(
-        session.model, session.tokenizer, texts, method=chosen, host_rows=choices.host_rows.value, **more
+        runtime.model, runtime.tokenizer, texts, method=method, host_rows=choices.host_rows.value, **instruction
     )
-    document.about |= {"model": session.name, "files": names}
+    document.about |= {"model": runtime.name, "files": names}
     check(document)
     with ExitStack() as stack:
-        saved = None
+        session = None
         if choices.keep:
-            saved = _kept(texts, document, Kept(kept_folder(), limit), choices, stack)
+            session = _load_or_store(texts, document, SessionStore(store_folder(), limit), choices, stack)
         else:
-            read(document, choices)
-        yield Opened(session, document, saved)
+            _read(document, choices)
+        yield DocumentContext(runtime, document, session)
 
 
-def read(document: Any, choices: Choices) -> None:
-    """Reads the rest of the document, with a progress bar."""
-    with token_bar("reading") as on_progress:
-        document.read(chunk_tokens=choices.chunk_tokens, on_progress=on_progress)
-
-
-def plain(path: Path) -> str:
+def printable_name(path: Path) -> str:
     """A file's name as printable text."""
     return str(path).encode("utf-8", "backslashreplace").decode()
 
 
-def _from_session(folder: Path, choices: Choices, more: dict[str, Any]) -> tuple[Session, Any]:
+def _read(document: Any, choices: DocumentOptions) -> None:
+    """Reads the remaining document, with a progress bar."""
+    with token_bar("reading") as on_progress:
+        document.read(chunk_tokens=choices.chunk_tokens, on_progress=on_progress)
+
+
+def _load_session(folder: Path, choices: DocumentOptions, instruction: dict[str, Any]) -> tuple[Runtime, Any]:
     options.check_plain(choices.host_rows, f"the session {folder}, whose rows are as they were saved")
     if choices.keep:
         raise ParameterError("--keep", "a text file", f"the session {folder}", "It is a session already.")
     if choices.settings and not choices.method:
         raise ParameterError("--set", "--method NAME with it for a session", choices.settings, "Name the method.")
-    chosen = options.method_of(choices.method, choices.settings) if choices.method else None
+    method = options.method_of(choices.method, choices.settings) if choices.method else None
 
     from kvrecall import engine
     from kvrecall.backends.transformers.session import read_info
 
     info = read_info(folder)
     name = choices.model or info.about.get("model") or options.DEFAULT_MODEL
-    session = open_session(str(name), choices.dtype or info.dtype, choices.device)
+    runtime = load_runtime(str(name), choices.dtype or info.dtype, choices.device)
     with status("loading the session"):
-        document = engine.Document.of(session.model, session.tokenizer, folder, method=chosen, **more)
-    return session, document
+        document = engine.Document.of(runtime.model, runtime.tokenizer, folder, method=method, **instruction)
+    return runtime, document
 
 
-def _kept(texts: list[str], document: Any, kept: Kept, choices: Choices, stack: ExitStack) -> Result:
-    """Loads a kept document, or reads and keeps it."""
-    name = key_of(texts, document)
-    place = stack.enter_context(kept.used(name))
+def _load_or_store(texts: list[str], document: Any, store: SessionStore, choices: DocumentOptions, stack: ExitStack) -> Result:
+    """Loads a document from the store, or reads and stores it."""
+    key = document_key(texts, document)
+    folder = stack.enter_context(store.lease(key))
     damaged = False
-    if is_folder(place):
+    if is_folder(folder):
         try:
             with status("loading the session"):
-                held = document.resume(place)
-            if held == document.tokens:
-                return {"folder": str(place), "found": True}
+                tokens = document.resume(folder)
+            if tokens == document.tokens:
+                return {"folder": str(folder), "found": True}
         except SessionError as error:
             damaged = True
             note(f"note: the kept session cannot be used ({error.problem}); reading again")
-    read(document, choices)
-    told: Result = {"folder": str(place), "found": False, "kept": False}
+    _read(document, choices)
+    result: Result = {"folder": str(folder), "found": False, "kept": False}
     try:
-        put = kept.put(name, document.save, replace=damaged)
-    except (KVRecallError, OSError) as error:  # keeping may fail; answers do not need it
-        said = error.problem if isinstance(error, KVRecallError) else error.strerror or str(error)
-        note(f"note: not kept: {said}")
-        return told
-    if not put.kept:
-        said = f"{size(put.nbytes)} are more than the limit of {size(kept.limit_bytes)} (--keep-limit)"
-        note(f"note: not kept: {said}")
+        outcome = store.put(key, document.save, replace=damaged)
+    except (KVRecallError, OSError) as error:  # storing may fail; answers do not need it
+        problem = error.problem if isinstance(error, KVRecallError) else error.strerror or str(error)
+        note(f"note: not kept: {problem}")
+        return result
+    if not outcome.kept:
+        note(f"note: not kept: {size(outcome.nbytes)} are more than the limit of {size(store.limit_bytes)} (--keep-limit)")
     else:
-        gone = f", {put.removed} least recently used removed" if put.removed else ""
-        said = f"{size(put.nbytes)} in {place} ({size(put.total_bytes)} of {size(kept.limit_bytes)}{gone})"
-        details().print(f"kept: {said}", soft_wrap=True)
-    return told | {"kept": put.kept, "bytes": put.nbytes, "total_bytes": put.total_bytes, "removed": put.removed}
+        removal = f", {outcome.removed} least recently used removed" if outcome.removed else ""
+        total = f"{size(outcome.total_bytes)} of {size(store.limit_bytes)}{removal}"
+        details().print(f"kept: {size(outcome.nbytes)} in {folder} ({total})", soft_wrap=True)
+    return result | {
+        "kept": outcome.kept, "bytes": outcome.nbytes, "total_bytes": outcome.total_bytes, "removed": outcome.removed
+    }  # fmt: skip

@@ -10,15 +10,15 @@ import typer
 from rich.text import Text
 
 from kvrecall.cli import options
-from kvrecall.cli.kept import Kept, KeptSession, kept_folder
-from kvrecall.cli.screen import details, notes, plain_table, results, size, to_stdout
+from kvrecall.cli.screen import details, method_text, notes, plain_table, results, size, to_stdout
+from kvrecall.cli.session_store import SessionStore, StoredSession, store_folder
 from kvrecall.cli.verb import Result, verb
 from kvrecall.core.errors import ParameterError, SessionError
 from kvrecall.core.texts import byte_count
 
 sessions = typer.Typer(help="The sessions that `ask --keep` and `chat --keep` keep.", no_args_is_help=True)
 
-SHOWN_DIGITS = 12
+NAME_DIGITS = 12
 """Of a session's name in a table; as many tell it from every other one."""
 
 
@@ -27,12 +27,12 @@ SHOWN_DIGITS = 12
 def list_sessions(keep_limit: options.KeepLimit = options.DEFAULT_KEEP_LIMIT) -> Result:
     """List the kept sessions: document, tokens, size, model, method, last use."""
     limit = byte_count(keep_limit, "--keep-limit")
-    folder = kept_folder()
-    found = [_told(session) for session in (Kept(folder).sessions() if folder.is_dir() else [])]
-    total = sum(row["bytes"] for row in found)
-    told: Result = {"folder": str(folder), "sessions": found, "total_bytes": total, "limit_bytes": limit}
-    _show(told)
-    return told
+    folder = store_folder()
+    rows = [_row(session) for session in (SessionStore(folder).sessions() if folder.is_dir() else [])]
+    total = sum(row["bytes"] for row in rows)
+    result: Result = {"folder": str(folder), "sessions": rows, "total_bytes": total, "limit_bytes": limit}
+    _show(result)
+    return result
 
 
 @sessions.command("rm")
@@ -45,29 +45,29 @@ def remove_sessions(
     if bool(names) == every:
         got = [*names, "--all"] if names else []
         raise ParameterError("sessions", "names, or --all alone", got, "See `kvrecall sessions list`.")
-    kept = Kept(kept_folder())
+    store = SessionStore(store_folder())
     if every:
-        found = kept.sessions()
-        chosen = [session for session in found if not session.in_use]
-        if len(chosen) < len(found):
-            notes().print(f"note: {len(found) - len(chosen)} in use, which stay")
+        sessions = store.sessions()
+        targets = [session for session in sessions if not session.in_use]
+        if len(targets) < len(sessions):
+            notes().print(f"note: {len(sessions) - len(targets)} in use, which stay")
     else:
-        chosen = list({session.name: session for session in map(kept.named, names or [])}.values())
-    told: Result = {"sessions": [{"name": session.name, "bytes": session.nbytes} for session in chosen]}
-    kept.remove([session.name for session in chosen])
-    for session in chosen:
-        to_stdout(f"{session.name[:SHOWN_DIGITS]}: {size(session.nbytes)} freed\n")
-    return told | {"bytes": sum(session.nbytes for session in chosen)}
+        targets = list({session.name: session for session in map(store.find, names or [])}.values())
+    store.remove([session.name for session in targets])
+    for session in targets:
+        to_stdout(f"{session.name[:NAME_DIGITS]}: {size(session.nbytes)} freed\n")
+    rows = [{"name": session.name, "bytes": session.nbytes} for session in targets]
+    return {"sessions": rows, "bytes": sum(session.nbytes for session in targets)}
 
 
-def _told(kept: KeptSession) -> dict[str, Any]:
-    """What is known of a kept session. One whose index cannot be read is told, too, so that it can be removed."""
+def _row(stored: StoredSession) -> dict[str, Any]:
+    """The JSON row of a session. One whose index cannot be read has a row, too, so that it can be removed."""
     from kvrecall.cache.session_folder import read_index
 
-    row: dict[str, Any] = {"name": kept.name, "folder": str(kept.folder), "bytes": kept.nbytes, "in_use": kept.in_use}
-    row["last_used"] = datetime.fromtimestamp(kept.last_used, UTC).isoformat(timespec="seconds")
+    row: dict[str, Any] = {"name": stored.name, "folder": str(stored.folder), "bytes": stored.nbytes, "in_use": stored.in_use}
+    row["last_used"] = datetime.fromtimestamp(stored.last_used, UTC).isoformat(timespec="seconds")
     try:
-        session, _ = read_index(kept.folder)
+        session, _ = read_index(stored.folder)
     except SessionError as error:
         return {**row, "state": "damaged", "problem": error.problem}
     about = session.about
@@ -78,28 +78,27 @@ def _told(kept: KeptSession) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _show(told: Result) -> None:
-    folder = told["folder"]
-    if not told["sessions"]:
+def _show(result: Result) -> None:
+    folder = result["folder"]
+    if not result["sessions"]:
         details().print(f"no sessions in {folder}; `kvrecall ask FILE QUESTION --keep` keeps one", soft_wrap=True)
         return
     table = plain_table(None, "name", "document", "tokens", "size", "model", "method", "last used")
-    for row in told["sessions"]:
+    for row in result["sessions"]:
         used = datetime.fromisoformat(row["last_used"]).astimezone().strftime("%Y-%m-%d %H:%M")
         used += ", in use" if row["in_use"] else ""
-        name = row["name"][:SHOWN_DIGITS]
+        name = row["name"][:NAME_DIGITS]
         if row["state"] == "damaged":
             table.add_row(name, "damaged", "–", size(row["bytes"]), "–", "–", used)
             continue
-        settings = ", ".join(f"{key}={value}" for key, value in row["settings"].items())
-        method = row["method"] + (f" ({settings})" if settings else "")
+        method = method_text(row["method"], row["settings"])
         table.add_row(
             name, _document(row), f"{row['tokens']:,}", size(row["bytes"]), row["model"] or row["model_type"], method, used
         )
     console = results()
     console.print(table)
-    total = f"{size(told['total_bytes'])} of {size(told['limit_bytes'])}"
-    console.print(Text(f"\n{len(told['sessions'])} in {folder}: {total}"), soft_wrap=True)
+    total = f"{size(result['total_bytes'])} of {size(result['limit_bytes'])}"
+    console.print(Text(f"\n{len(result['sessions'])} in {folder}: {total}"), soft_wrap=True)
 
 
 def _document(row: dict[str, Any]) -> str:

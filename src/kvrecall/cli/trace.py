@@ -10,7 +10,7 @@ import typer
 from kvrecall.cli import options
 from kvrecall.cli.options import read_text, read_texts, writable
 from kvrecall.cli.screen import as_json, details, plain_table, results, status, token_bar
-from kvrecall.cli.session import MODEL_OPTIONS, ModelOptions
+from kvrecall.cli.session import ModelOptions
 from kvrecall.cli.verb import Result, verb
 from kvrecall.core.errors import ContextLengthError, ParameterError
 
@@ -42,41 +42,38 @@ def trace(
     ] = None,
     observe: Annotated[int, typer.Option(min=0, help="How many of the prompt's last queries to keep.")] = 2048,
     ending: Annotated[str, typer.Option(help="Text put after the prompt, within its length.")] = "",
-    given: ModelOptions = MODEL_OPTIONS,
+    *,
+    loading: ModelOptions,
 ) -> Result:
     """Record queries, keys and values of a model at work, for `kvrecall recall`."""
-    text, following = read_texts(files), None if follow is None else read_text(follow)
-    wanted = None if tokens is None else options.token_count(tokens, "--tokens")
-    chosen = None if layers is None else _layers(layers)
+    text, continuation = read_texts(files), None if follow is None else read_text(follow)
+    limit = None if tokens is None else options.token_count(tokens, "--tokens")
+    numbers = None if layers is None else _layers(layers)
     writable(out)
-    session = given.open()
-    tail = session.tokenizer(ending, add_special_tokens=False).input_ids if ending else []
-    ids = session.tokenizer(text).input_ids
-    if wanted is not None:
-        if len(ids) + len(tail) < wanted:
-            raise ParameterError(
-                "--tokens", f"at most the {len(ids) + len(tail):,} tokens of the text", wanted, "Give more text."
-            )
-        ids = ids[: wanted - len(tail)]
+    runtime = loading.load()
+    tail = runtime.tokenizer(ending, add_special_tokens=False).input_ids if ending else []
+    ids = runtime.tokenizer(text).input_ids
+    if limit is not None:
+        if (most := len(ids) + len(tail)) < limit:
+            raise ParameterError("--tokens", f"at most the {most:,} tokens of the text", limit, "Give more text.")
+        ids = ids[: limit - len(tail)]
     ids = ids + tail
-    forced = None if following is None else session.tokenizer(following, add_special_tokens=False).input_ids
+    forced = None if continuation is None else runtime.tokenizer(continuation, add_special_tokens=False).input_ids
     steps = steps if forced is None else len(forced) + 1
-    if session.limit_tokens and len(ids) + steps > session.limit_tokens:
-        raise ContextLengthError("prompt and steps", session.limit_tokens, len(ids) + steps)
+    if runtime.limit_tokens and len(ids) + steps > runtime.limit_tokens:
+        raise ContextLengthError("prompt and steps", runtime.limit_tokens, len(ids) + steps)
 
     from kvrecall.evaluate.trace import capture
 
-    names = ", ".join(file.name for file in files)
     with token_bar("tracing") as on_progress:
-        captured = capture(
-            session.model, session.tensor(ids), layers=chosen, steps=steps, forced=forced, observe_queries=observe,
-            chunk_tokens=given.chunk_tokens, name=session.name, text=names, tokenizer=session.tokenizer,
-            on_progress=on_progress,
+        trace = capture(
+            runtime.model, runtime.tensor(ids), layers=numbers, steps=steps, forced=forced, observe_queries=observe,
+            chunk_tokens=loading.chunk_tokens, name=runtime.name, text=", ".join(file.name for file in files),
+            tokenizer=runtime.tokenizer, on_progress=on_progress,
         )  # fmt: skip
-    captured.save(out)
-    told = {"file": str(out), "prompt_tokens": len(ids), "steps": steps, "layers": list(captured.info.layers)}
-    details().print(f"wrote {out}: {len(ids):,} prompt tokens, {steps} steps, {len(captured.layers)} layers")
-    return told
+    trace.save(out)
+    details().print(f"wrote {out}: {len(ids):,} prompt tokens, {steps} steps, {len(trace.layers)} layers")
+    return {"file": str(out), "prompt_tokens": len(ids), "steps": steps, "layers": list(trace.info.layers)}
 
 
 def _layers(text: str) -> tuple[int, ...]:
@@ -100,59 +97,43 @@ def recall(
     """Replay a method over a trace: what it finds, attends and moves, per layer or along the steps."""
     if markdown and as_json():
         raise ParameterError("--markdown", "no --json with it", "both", "Leave one of them out.")
-    chosen = options.method_of(method, settings)
+    retrieval = options.method_of(method, settings)
 
     from kvrecall.evaluate.recall import replay, replay_windows
     from kvrecall.evaluate.trace import Trace
 
-    recorded = Trace.load(trace)
-    with status(f"replaying {chosen.name} over {len(recorded.layers)} layers"):
+    recording = Trace.load(trace)
+    with status(f"replaying {retrieval.name} over {len(recording.layers)} layers"):
         if window is None:
-            reports = [report.to_dict() for report in replay(recorded, chosen, truth_k=truth)]
+            reports = [report.to_dict() for report in replay(recording, retrieval, truth_k=truth)]
         else:
-            drift = replay_windows(recorded, chosen, window, truth_k=truth)
-            reports = [{"first_step": first} | report.to_dict() for first, report in drift]
-    if markdown:
-        _show_markdown(reports)
-    else:
-        _show(reports)
-    info = recorded.info
+            windows = replay_windows(recording, retrieval, window, truth_k=truth)
+            reports = [{"first_step": first} | report.to_dict() for first, report in windows]
+    _show(reports, markdown)
+    info = recording.info
     return {
         "model": info.model,
         "prompt_tokens": info.prompt_tokens,
         "steps": info.steps,
-        "method": chosen.name,
+        "method": retrieval.name,
         "layers": reports,
     }
 
 
-def _show(reports: list[dict[str, Any]]) -> None:
-    table = plain_table(None, _first(reports), *_COLUMNS.values())
-    for report in reports:
-        table.add_row(*_cells(report), style="bold" if _label(report) == "mean" else None)
+def _show(reports: list[dict[str, Any]], markdown: bool) -> None:
+    place = "layer" if "first_step" not in reports[0] else "first_step"
+    headings = [place.replace("_", " "), *_COLUMNS.values()]
+    rows = [["mean" if r[place] is None else str(r[place]), *(_cell(name, r[name]) for name in _COLUMNS)] for r in reports]
+    if markdown:
+        lines = [f"| {' | '.join(cells)} |" for cells in (headings, *rows)]
+        lines.insert(1, "|---" * len(headings) + "|")
+        print("\n".join(lines))
+        return
+    table = plain_table(None, *headings)
+    for cells in rows:
+        table.add_row(*cells, style="bold" if cells[0] == "mean" else None)
     results().print(table)
 
 
-def _show_markdown(reports: list[dict[str, Any]]) -> None:
-    print(f"| {_first(reports)} | " + " | ".join(_COLUMNS.values()) + " |")
-    print("|---" * (len(_COLUMNS) + 1) + "|")
-    for report in reports:
-        print("| " + " | ".join(_cells(report)) + " |")
-
-
-def _cells(report: dict[str, Any]) -> list[str]:
-    cells = [_label(report)]
-    for name in _COLUMNS:
-        value = report[name]
-        cells.append("–" if value is None else f"{value:.0f}" if name.endswith(("tokens", "moved")) else f"{value:.3f}")
-    return cells
-
-
-def _first(reports: list[dict[str, Any]]) -> str:
-    return "first step" if "first_step" in reports[0] else "layer"
-
-
-def _label(report: dict[str, Any]) -> str:
-    if "first_step" in report:
-        return str(report["first_step"])
-    return "mean" if report["layer"] is None else str(report["layer"])
+def _cell(name: str, value: float | None) -> str:
+    return "–" if value is None else f"{value:.0f}" if name.endswith(("tokens", "moved")) else f"{value:.3f}"

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from kvrecall.cli import options
-from kvrecall.cli.options import read_text, read_texts, writable
-from kvrecall.cli.screen import details, plain_table, results, size, token_bar
-from kvrecall.cli.session import MODEL_OPTIONS, ModelOptions, open_session
+from kvrecall.cli.options import read_text, read_texts
+from kvrecall.cli.screen import details, plain_table, results, settings_text, size, token_bar
+from kvrecall.cli.session import ModelOptions, load_runtime
 from kvrecall.cli.verb import Result, verb
 from kvrecall.core.errors import ParameterError
-
-if TYPE_CHECKING:
-    from kvrecall.evaluate.tune import Calibration
-    from kvrecall.trigger import SemanticBoundary
 
 
 @verb
@@ -31,65 +27,63 @@ def tune(
     stride: Annotated[float | None, typer.Option(help="For LouisKV: wanted steps per search; sets its thresholds.")] = None,
     method: options.MethodName = options.DEFAULT_METHOD,
     settings: options.Settings = None,
-    given: ModelOptions = MODEL_OPTIONS,
+    *,
+    loading: ModelOptions,
 ) -> Result:
     """Find budgets per layer that catch a wanted share of the attention on your text, and write a method file."""
-    chosen = options.method_of(method, settings)
+    retrieval = options.method_of(method, settings)
     if not 0 < mass <= 1:
         raise ParameterError("--mass", "a share in (0, 1]", mass, "0.95 keeps 95% of the attention.")
     if floor is not None and not 0 <= floor <= mass:
         raise ParameterError("--floor", f"a share in [0, {mass:g}]", floor, "No layer catches less than this.")
-    if out.suffix != ".json":
-        raise ParameterError("--out", "a name ending in .json", str(out), "TOML is read, not written.")
-    read = read_texts(text)
-    wanted = None if tokens is None else options.token_count(tokens, "--tokens")
+    prompt_text = read_texts(text)
+    limit = None if tokens is None else options.token_count(tokens, "--tokens")
 
     from kvrecall.evaluate.trace import capture
     from kvrecall.evaluate.tune import check
     from kvrecall.evaluate.tune import tune as find
     from kvrecall.methods.files import save_method
 
-    check(chosen, mass, floor, stride)
-    writable(out)
-    session = given.open()
-    ids = session.token_ids(read, wanted)
-    least = chosen.sink_tokens + chosen.local_tokens + steps + 2
+    check(retrieval, mass, floor, stride)
+    options.method_file(out)
+    runtime = loading.load()
+    ids = runtime.token_ids(prompt_text, limit)
+    least = retrieval.sink_tokens + retrieval.local_tokens + steps + 2
     if len(ids) < least:
         raise ParameterError("text", f"{least:,} tokens or more", f"{len(ids):,} tokens", "Give more text, or fewer --steps.")
     with token_bar("reading") as on_progress:
         trace = capture(
-            session.model, session.tensor(ids[:-steps]), forced=ids[-steps:-1], chunk_tokens=given.chunk_tokens,
-            name=session.name, tokenizer=session.tokenizer, on_progress=on_progress,
+            runtime.model, runtime.tensor(ids[:-steps]), forced=ids[-steps:-1], chunk_tokens=loading.chunk_tokens,
+            name=runtime.name, tokenizer=runtime.tokenizer, on_progress=on_progress,
         )  # fmt: skip
     with token_bar("trying budgets, by layer") as on_progress:
-        found = find(trace, chosen, mass, floor=floor, stride=stride, on_progress=on_progress)
-    about = {"model": session.name, "text": [file.name for file in text], "tokens": len(ids), "wanted_mass": mass}
-    layers = session.model.config.get_text_config(decoder=True).num_hidden_layers
-    save_method(found.method, out, layers=layers, about=about | {"mass": round(found.mass, 4)})
-    told = about | {"file": str(out), "method": chosen.name} | found.to_dict()
-    _show_budgets(told)
-    return told
+        tuned = find(trace, retrieval, mass, floor=floor, stride=stride, on_progress=on_progress)
+    about = {"model": runtime.name, "text": [file.name for file in text], "tokens": len(ids), "wanted_mass": mass}
+    save_method(tuned.method, out, layers=runtime.layer_count, about=about | {"mass": round(tuned.mass, 4)})
+    result = about | {"file": str(out), "method": retrieval.name} | tuned.to_dict()
+    _show_budgets(result)
+    return result
 
 
-def _show_budgets(told: Result) -> None:
+def _show_budgets(result: Result) -> None:
     table = plain_table(None, "layer", "top_k", "other settings", "mass", "per step", "a head needs", keys=2)
-    for layer in told["layers"]:
+    for layer in result["layers"]:
         settings = dict(layer["settings"] or {"top_k": "all"})
         budget = settings.pop("top_k")
         needs = sorted(layer["head_tokens"])
-        others = ", ".join(f"{name}={value}" for name, value in settings.items())
-        spread = f"{needs[0]:,.0f} … {needs[-1]:,.0f} tokens"
-        table.add_row(str(layer["layer"]), str(budget), others, f"{layer['mass']:.3f}", size(layer["step_bytes"]), spread)
+        table.add_row(
+            str(layer["layer"]), str(budget), settings_text(settings), f"{layer['mass']:.3f}", size(layer["step_bytes"]),
+            f"{needs[0]:,.0f} … {needs[-1]:,.0f} tokens",
+        )  # fmt: skip
     console = results()
     console.print(table)
-    cost = f"{size(told['step_bytes'])} per step; the whole zone has {size(told['full_bytes'])}"
-    console.print(f"mass {told['mass']:.4f} of full attention on this text, {cost}")
-    if told["uniform"]:
-        same = ", ".join(f"{name}={value}" for name, value in told["uniform"].items())
-        console.print(f"the same for all layers: {same}, {size(told['uniform_bytes'])} per step")
+    cost = f"{size(result['step_bytes'])} per step; the whole zone has {size(result['full_bytes'])}"
+    console.print(f"mass {result['mass']:.4f} of full attention on this text, {cost}")
+    if result["uniform"]:
+        console.print(f"the same for all layers: {settings_text(result['uniform'])}, {size(result['uniform_bytes'])} per step")
     else:
         console.print("the same for all layers: nothing that was tried reaches the mass")
-    console.print(f"  kvrecall eval --methods {told['file']} …", soft_wrap=True)
+    console.print(f"  kvrecall eval --methods {result['file']} …", soft_wrap=True)
 
 
 @verb
@@ -109,66 +103,56 @@ def calibrate(
     max_stride: Annotated[int | None, typer.Option(min=1, help="Search at the latest after that many steps.")] = None,
     per_layer: Annotated[bool, typer.Option("--per-layer", help="A threshold for every layer instead of one for all.")] = False,
     out: Annotated[Path | None, typer.Option(help="Method file to write (JSON), for `kvrecall eval --methods`.")] = None,
-    given: ModelOptions = MODEL_OPTIONS,
+    *,
+    loading: ModelOptions,
 ) -> Result:
     """Find LouisKV's threshold for a wanted mean stride, on your text or on the answers of tasks."""
+    from kvrecall import LouisKV
     from kvrecall.evaluate.asking import Asker
     from kvrecall.evaluate.plan import Plan
     from kvrecall.evaluate.tune import calibrate as find
     from kvrecall.evaluate.tune import check_stride, watch_answers, watch_queries
+    from kvrecall.methods.files import save_method
     from kvrecall.trigger import SemanticBoundary
 
     check_stride(stride)
     trigger = SemanticBoundary(compare=compare, max_stride=max_stride)  # type: ignore[arg-type]
     if (not files) == (tasks is None):
         raise ParameterError("calibrate", "texts or --tasks", "both" if files else "neither", "Give one of the two.")
-    if out is not None and out.suffix != ".json":
-        raise ParameterError("--out", "a name ending in .json", str(out), "TOML is read, not written.")
     text = read_texts(files) if files else ""
-    wanted = None if tokens is None else options.token_count(tokens, "--tokens")
-    listed = tuple(part.strip() for part in (tasks or "").split(",") if part.strip())
-    plan = Plan(listed, (options.token_count(context),), samples, (0.5,), seed) if tasks is not None else None
+    limit = None if tokens is None else options.token_count(tokens, "--tokens")
+    names = tuple(options.comma_separated(tasks or ""))
+    plan = Plan(names, (options.token_count(context),), samples, (0.5,), seed) if tasks is not None else None
     if out is not None:
-        writable(out)
-    session = given.open()
+        options.method_file(out)
+    runtime = loading.load()
     if plan is not None:
-        asker = Asker(session.model, session.tokenizer, given.chunk_tokens)
+        asker = Asker(runtime.model, runtime.tokenizer, loading.chunk_tokens)
         with token_bar("answering") as on_progress:
             queries = watch_answers(asker, plan, on_progress=on_progress)
         steps = sum(map(len, next(iter(queries.values()))))
-        about = {"tasks": list(listed), "context": plan.contexts[0], "samples": samples, "seed": seed, "steps": steps}
+        about = {"tasks": list(names), "context": plan.contexts[0], "samples": samples, "seed": seed, "steps": steps}
     else:
-        ids = session.token_ids(text, wanted)
+        ids = runtime.token_ids(text, limit)
         with token_bar("reading") as on_progress:
-            prompt = session.tensor(ids)
-            queries = watch_queries(session.model, prompt, chunk_tokens=given.chunk_tokens, on_progress=on_progress)
+            prompt = runtime.tensor(ids)
+            queries = watch_queries(runtime.model, prompt, chunk_tokens=loading.chunk_tokens, on_progress=on_progress)
         about = {"text": [file.name for file in files or ()], "tokens": len(ids)}
-    found = find(queries, stride, trigger, per_layer=per_layer)
-    about = {"model": session.name, "dtype": str(session.model.dtype).removeprefix("torch."), "wanted_stride": stride} | about
+    calibration = find(queries, stride, trigger, per_layer=per_layer)
+    about = {"model": runtime.name, "dtype": str(runtime.model.dtype).removeprefix("torch."), "wanted_stride": stride} | about
     if out is not None:
-        _write(out, found, trigger, session.model.config.get_text_config(decoder=True).num_hidden_layers, about)
-    _show_strides(found, out)
-    return about | found.to_dict() | ({} if out is None else {"file": str(out)})
-
-
-def _write(out: Path, found: Calibration, trigger: SemanticBoundary, layers: int, about: Result) -> None:
-    from kvrecall import LouisKV
-    from kvrecall.methods.files import save_method
-
-    method = LouisKV(threshold=found.threshold, compare=trigger.compare, max_stride=trigger.max_stride)
-    save_method(method, out, layers=layers, about=about | {"stride": round(found.stride, 3)})
-
-
-def _show_strides(found: Calibration, out: Path | None) -> None:
+        method = LouisKV(threshold=calibration.threshold, compare=trigger.compare, max_stride=trigger.max_stride)
+        save_method(method, out, layers=runtime.layer_count, about=about | {"stride": round(calibration.stride, 3)})
     table = plain_table(None, "layer", "steps per search")
-    for number, steps in found.layers.items():
-        table.add_row(str(number), f"{steps:.1f}")
+    for number, layer_stride in calibration.layers.items():
+        table.add_row(str(number), f"{layer_stride:.1f}")
     console = results()
     console.print(table)
-    written = json.dumps(found.threshold).replace(" ", "")
-    console.print(f"a search every {found.stride:.2f} steps in the mean over these layers:")
-    given = f"ask … --method louiskv --set threshold={written}" if out is None else f"eval --methods {out} …"
-    console.print(f"  kvrecall {given}", soft_wrap=True)
+    console.print(f"a search every {calibration.stride:.2f} steps in the mean over these layers:")
+    threshold = json.dumps(calibration.threshold).replace(" ", "")
+    command = f"ask … --method louiskv --set threshold={threshold}" if out is None else f"eval --methods {out} …"
+    console.print(f"  kvrecall {command}", soft_wrap=True)
+    return about | calibration.to_dict() | ({} if out is None else {"file": str(out)})
 
 
 @verb
@@ -184,26 +168,26 @@ def statistics(
 
     Without this command they are computed when a model is first used.
     """
-    given = None if text is None else read_text(text)
-    session = open_session(model, dtype, device)
+    own_text = None if text is None else read_text(text)
+    runtime = load_runtime(model, dtype, device)
 
     from kvrecall.backends.transformers.fingerprint import fingerprint_of
     from kvrecall.backends.transformers.statistics import Source, compute
     from kvrecall.backends.transformers.statistics_file import OWN_TEXT, path_for
 
-    fingerprint = fingerprint_of(session.model)
-    source = Source.of(session.model.config, session.tokenizer, given, text.name if text is not None else "")
-    own, path = path_for(fingerprint, OWN_TEXT), path_for(fingerprint, source.digest)
-    if path is None or own is None:
-        raise ParameterError(
-            "model", "weights that can be read, for their fingerprint", session.name, "Load it in one process."
-        )
-    found = compute(session.model, source, fingerprint, path if text is None else own)
+    fingerprint = fingerprint_of(runtime.model)
+    source = Source.of(runtime.model.config, runtime.tokenizer, own_text, text.name if text is not None else "")
+    own_path = path_for(fingerprint, OWN_TEXT)
+    path = own_path if text is not None else path_for(fingerprint, source.digest)
+    if path is None or own_path is None:
+        expected = "weights that can be read, for their fingerprint"
+        raise ParameterError("model", expected, runtime.name, "Load it in one process.")
+    layers = list(compute(runtime.model, source, fingerprint, path).layers)
     if text is None:
-        own.unlink(missing_ok=True)
-    path = path if text is None else own
-    details().print(f"{len(source.ids):,} tokens, {len(found.layers)} layers, {path.stat().st_size:,} bytes", soft_wrap=True)
+        own_path.unlink(missing_ok=True)
+    nbytes = path.stat().st_size
+    details().print(f"{len(source.ids):,} tokens, {len(layers)} layers, {nbytes:,} bytes", soft_wrap=True)
     return {
-        "file": str(path), "model": session.name, "text": source.text, "tokens": len(source.ids),
-        "layers": list(found.layers), "bytes": path.stat().st_size,
+        "file": str(path), "model": runtime.name, "text": source.text, "tokens": len(source.ids), "layers": layers,
+        "bytes": nbytes,
     }  # fmt: skip

@@ -27,33 +27,35 @@ def verb(run: Callable[..., Result]) -> Callable[..., None]:
     """Makes a command with the option --json of a function that returns its result. A parameter whose type is a dataclass
     stands for options, which are its fields.
 
-    With --json only the result goes to standard output; prints of libraries go to standard error. Errors are handled by `told`.
+    With --json only the result goes to standard output; prints of libraries go to standard error. `report_errors` handles
+    errors.
     """
-    own = inspect.signature(run, eval_str=True).parameters.values()
-    groups: dict[str, Any] = {parameter.name: parameter.annotation for parameter in own if is_dataclass(parameter.annotation)}
+    parameters = inspect.signature(run, eval_str=True).parameters.values()
+    groups: dict[str, Any] = {p.name: p.annotation for p in parameters if is_dataclass(p.annotation)}
 
     @functools.wraps(run)
-    def command(*, as_json: bool, **given: Any) -> None:
-        with told(as_json), _warnings_as_notes():
+    def command(*, as_json: bool, **values: Any) -> None:
+        with report_errors(as_json), _warnings_as_notes():
             with only_json(as_json), contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-                made = {name: kind(**{f.name: given.pop(f.name) for f in fields(kind)}) for name, kind in groups.items()}
-                result = run(**given, **made)
+                for name, kind in groups.items():
+                    values[name] = kind(**{field.name: values.pop(field.name) for field in fields(kind)})
+                result = run(**values)
             if as_json:
                 print(json.dumps(result, ensure_ascii=False, default=str).encode("utf-8", "backslashreplace").decode())
             sys.stdout.flush()  # here, so that a full disk is reported
 
     options: list[inspect.Parameter] = []
-    for parameter in own:
+    for parameter in parameters:
         kind = groups.get(parameter.name)
         options += [parameter] if kind is None else inspect.signature(kind, eval_str=True).parameters.values()
     options.append(inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=AsJson))
-    parameters = [option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in options]
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    options = [option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in options]
+    command.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
     return command
 
 
 @contextlib.contextmanager
-def told(as_json: bool) -> Iterator[None]:
+def report_errors(as_json: bool) -> Iterator[None]:
     """Turns exceptions of the body into exit codes. as_json: errors are printed to standard output as JSON.
 
     A `KVRecallError`, or an OSError about a file, becomes one line and exit code 2; Ctrl-C exit code 130. If the reader of the
@@ -62,31 +64,31 @@ def told(as_json: bool) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        _tell("interrupted")
+        _print_line("interrupted")
         raise typer.Exit(EXIT_INTERRUPTED) from None
     except BrokenPipeError:
         discard_stdout()
         raise typer.Exit(EXIT_BROKEN_PIPE) from None
     except Exception as error:
-        shown = _shown(error)
-        if shown is None:
+        message = _message(error)
+        if message is None:
             raise
         try:
             if as_json:
-                print(json.dumps({"error": {"type": type(error).__name__, "message": shown}}), flush=True)
+                print(json.dumps({"error": {"type": type(error).__name__, "message": message}}), flush=True)
             else:
-                _tell(f"error: {shown}", "red")
+                _print_line(f"error: {message}", "red")
         except OSError:  # standard output itself cannot be written
-            _tell(f"error: {shown}", "red")
+            _print_line(f"error: {message}", "red")
         discard_stdout()
         raise typer.Exit(EXIT_ERROR) from None
 
 
-def _tell(said: str, style: str = "") -> None:
+def _print_line(line: str, style: str = "") -> None:
     """Prints a line to standard error, if possible."""
     with contextlib.suppress(OSError):
         # Plain text, because messages quote user input, brackets included.
-        notes().print(Text(printable(said), style=style), soft_wrap=True)
+        notes().print(Text(printable(line), style=style), soft_wrap=True)
 
 
 @contextlib.contextmanager
@@ -94,14 +96,14 @@ def _warnings_as_notes() -> Iterator[None]:
     """Prints warnings as one line each to standard error, without the place in the code."""
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
-        _tell(f"note: {' '.join(str(message).split())}")
+        _print_line(f"note: {' '.join(str(message).split())}")
 
     with warnings.catch_warnings():
         warnings.showwarning = show
         yield
 
 
-def _shown(error: Exception) -> str | None:
+def _message(error: Exception) -> str | None:
     """The line for the user, or None for an internal error."""
     if isinstance(error, KVRecallError):
         return " ".join(printable(str(error)).split())

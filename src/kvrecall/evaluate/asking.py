@@ -11,7 +11,6 @@ from torch import Tensor
 from kvrecall import engine
 from kvrecall.backends.transformers import RetrievalCache
 from kvrecall.engine.job import GenerateResult
-from kvrecall.engine.prefill import context_limit
 from kvrecall.engine.prompts import next_prompt, plain_ids
 from kvrecall.evaluate.plan import Condition
 from kvrecall.evaluate.tasks import Turn
@@ -39,11 +38,6 @@ class Asker:
     capture: bool | None = False
     host_rows: Literal["plain", "fp8"] = "plain"
 
-    @property
-    def limit_tokens(self) -> int | None:
-        """The model's context in tokens; None if its config does not say."""
-        return context_limit(self.model)
-
     def ids(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens."""
         return plain_ids(self.tokenizer, text)
@@ -56,53 +50,54 @@ class Asker:
         """Token ids as a batch of one on the model's device."""
         return torch.tensor([ids], device=self.model.device, dtype=torch.int64)
 
-    def read(self, prompts: list[list[int]], found: list[Condition], expect_tokens: int, *, left: int = _LEFT) -> Readings:
-        """Prefills prompts as one batch, without the last `left` tokens, with all rows on the model's device.
+    def read(self, prompts: list[list[int]], conditions: list[Condition], expect_tokens: int, *, skip: int = _LEFT) -> Readings:
+        """Prefills prompts as one batch, without the last `skip` tokens, with all rows on the model's device.
 
         expect_tokens: of the longest prompt with its answers.
         """
         ids, mask = padded(prompts, self.model.device)
-        ready = ids.shape[1] - left
-        watched = any((config := c.method.index_config()) is not None and config.observes_attention for c in found)
+        length = ids.shape[1] - skip
+        watches = any((config := c.method.index_config()) is not None and config.observes_attention for c in conditions)
         # A window as long as the text keeps everything resident, so that no chunk reads rows back from the host.
         method = Full(sink_tokens=0, local_tokens=max(1, expect_tokens), update_interval=1)
-        observed = ready if watched else _OBSERVED
-        cache = RetrievalCache(self.model.config, method, observe_queries=observed, host_rows=self.host_rows)
+        observe = length if watches else _OBSERVED
+        cache = RetrievalCache(self.model.config, method, observe_queries=observe, host_rows=self.host_rows)
         cache.tokenizer = self.tokenizer
         engine.prefill(
-            self.model, ids[:, :ready], cache, chunk_tokens=self.chunk_tokens,
-            attention_mask=None if mask is None else mask[:, :ready], expect_tokens=expect_tokens,
+            self.model, ids[:, :length], cache, chunk_tokens=self.chunk_tokens,
+            attention_mask=None if mask is None else mask[:, :length], expect_tokens=expect_tokens,
         )  # fmt: skip
         return Readings(ids, mask, cache)
 
     def answer(self, readings: Readings, cache: RetrievalCache, answer_tokens: int) -> list[Conversation]:
         """The answer to each prompt, on a fork of its cache; seconds are equal shares of the batch's."""
-        result = self._generate(readings.ids, cache, answer_tokens, readings.mask)
+        result = self.generate(readings.ids, cache, answer_tokens, attention_mask=readings.mask)
         batch, longest = readings.ids.shape
         lengths = [longest] * batch if readings.mask is None else readings.mask.sum(1).tolist()
         seconds = result.prefill_seconds / batch, result.decode_seconds / batch
-        found = zip(result.texts or [], lengths, result.new_tokens, strict=True)
-        return [Conversation([text], int(length), len(new), *seconds) for text, length, new in found]
+        answers = zip(result.texts or [], lengths, result.new_tokens, strict=True)
+        return [Conversation([text], int(length), len(tokens), *seconds) for text, length, tokens in answers]
 
     def converse(self, readings: Readings, cache: RetrievalCache, turns: tuple[Turn, ...], answer_tokens: int) -> Conversation:
         """Asks one turn after another, all on one fork of the prompt's cache. The prompt ends with the first question."""
         texts: list[str] = []
-        ids, new, prefill, decode = readings.ids[0].tolist(), 0, 0.0, 0.0
+        ids, new_tokens, prefill, decode = readings.ids[0].tolist(), 0, 0.0, 0.0
         for number, turn in enumerate(turns):
             if number:
                 ids = next_prompt(self.tokenizer, ids, turn.question) + self.ids(turn.opening)
-            result = self._generate(self.tensor(ids), cache, answer_tokens)
+            result = self.generate(self.tensor(ids), cache, answer_tokens)
             texts += result.texts or []
-            ids, new = ids + result.new_tokens[0], new + len(result.new_tokens[0])
+            ids, new_tokens = ids + result.new_tokens[0], new_tokens + len(result.new_tokens[0])
             prefill, decode = prefill + result.prefill_seconds, decode + result.decode_seconds
-        return Conversation(texts, len(ids) - new, new, prefill, decode)
+        return Conversation(texts, len(ids) - new_tokens, new_tokens, prefill, decode)
 
-    def _generate(self, ids: Tensor, cache: RetrievalCache, answer_tokens: int, mask: Tensor | None = None) -> GenerateResult:
-        # Answers are short, and capturing may take longer than they do, so it is an option.
-        return engine.generate(
-            self.model, self.tokenizer, ids, cache, max_new_tokens=answer_tokens, chunk_tokens=self.chunk_tokens,
-            attention_mask=mask, capture=self.capture,
-        )  # fmt: skip
+    def generate(self, ids: Tensor, cache: RetrievalCache, answer_tokens: int, **options: Any) -> GenerateResult:
+        """`engine.generate` with the model and its options.
+
+        Answers are short, and capturing may take longer than they do, so it is an option.
+        """
+        options = {"chunk_tokens": self.chunk_tokens, "capture": self.capture} | options
+        return engine.generate(self.model, self.tokenizer, ids, cache, max_new_tokens=answer_tokens, **options)
 
 
 @dataclass(frozen=True)
@@ -112,7 +107,7 @@ class Readings:
     ids: Tensor
     mask: Tensor | None
     base: RetrievalCache
-    _sorted: list[RetrievalCache] = field(default_factory=list, repr=False)
+    _zoned: list[RetrievalCache] = field(default_factory=list, repr=False)
     """The rows in the zones of the last condition, if any, for forks of conditions with the same zones."""
 
     def fork(self, condition: Condition) -> RetrievalCache:
@@ -124,10 +119,10 @@ class Readings:
         if condition.method.top_k is None:
             return self.base.fork()
         zones = condition.method.zone_sizes()
-        if not self._sorted or self._sorted[0].method.zone_sizes() != zones:
-            self._sorted.clear()  # frees memory for the next one
-            self._sorted.append(self.base.fork(Full(**asdict(zones)), rows_on_device=False))
-        return self._sorted[0].fork(condition.method)
+        if not self._zoned or self._zoned[0].method.zone_sizes() != zones:
+            self._zoned.clear()  # frees memory for the next one
+            self._zoned.append(self.base.fork(Full(**asdict(zones)), rows_on_device=False))
+        return self._zoned[0].fork(condition.method)
 
 
 @dataclass(frozen=True)

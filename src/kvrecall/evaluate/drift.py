@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
@@ -25,6 +25,7 @@ from kvrecall.evaluate.asking import Asker, costs
 from kvrecall.evaluate.plan import FULL, Condition
 from kvrecall.evaluate.problems import task_text
 from kvrecall.evaluate.recall import top_k_recall
+from kvrecall.evaluate.runs import Window
 from kvrecall.evaluate.text import haystack
 from kvrecall.methods.full import Full
 
@@ -33,22 +34,6 @@ _AHEAD = 64
 """Tokens of a given text that full attention reads at a time."""
 STRIDE = 8
 """Recall is measured at every eighth step: the true top-k costs as much as the attention itself."""
-
-
-@dataclass(frozen=True)
-class Window:
-    """Means over consecutive steps.
-
-    agreement: share of steps whose likeliest token is that of full attention. kl: Kullback-Leibler divergence of the method's
-    next-token distribution from that of full attention, in nats. recall: share of each query head's true top-100 of the
-    retrieval zone that is attended to, over layers that search; None where nothing is searched.
-    """
-
-    first_step: int
-    steps: int
-    agreement: float
-    kl: float
-    recall: float | None
 
 
 @dataclass(frozen=True)
@@ -64,8 +49,8 @@ class Drift:
         """JSON-able; `score` is the agreement over all steps."""
         steps = sum(w.steps for w in self.windows)
         score = sum(w.agreement * w.steps for w in self.windows) / steps
-        own = {"score": score, "windows": [asdict(w) for w in self.windows], "layers": self.layers}
-        return own | {"prompt_tokens": self.prompt_tokens, "new_tokens": steps} | self.costs
+        record = {"score": score, "windows": [window.model_dump() for window in self.windows], "layers": self.layers}
+        return record | {"prompt_tokens": self.prompt_tokens, "new_tokens": steps} | self.costs
 
 
 def prompt_of(spec: str, tokenizer: Any, context: int, steps: int, draw: random.Random) -> tuple[list[int], list[int] | None]:
@@ -84,16 +69,16 @@ def prompt_of(spec: str, tokenizer: Any, context: int, steps: int, draw: random.
 
 @torch.inference_mode()
 def measure(
-    asker: Asker, prompt: list[int], found: list[Condition], *, steps: int, window: int, forced: list[int] | None = None,
+    asker: Asker, prompt: list[int], conditions: list[Condition], *, steps: int, window: int, forced: list[int] | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> dict[str, Drift]:  # fmt: skip
     """Drift of each condition, by label. forced: ids to decode, `steps` of them. stop: called before each step; after True only
     complete windows are returned, perhaps none."""
     reference = Condition(FULL, Full(), None)
-    readings = asker.read([prompt[:-1]], [reference, *found], len(prompt) + steps, left=0)
+    readings = asker.read([prompt[:-1]], [reference, *conditions], len(prompt) + steps, skip=0)
     full = readings.fork(reference)
     # Conditions that are full attention are not computed again.
-    watched = {c.label: _Watched(full if c.method == reference.method else readings.fork(c)) for c in found}
+    probes = {c.label: _Probe(full if c.method == reference.method else readings.fork(c)) for c in conditions}
     token = asker.tensor(prompt[-1:])
     with attach(asker.model):
         truths = iter(()) if forced is None else _ahead(asker, full, [*prompt[-1:], *forced[: steps - 1]])
@@ -101,20 +86,16 @@ def measure(
             if stop is not None and stop():
                 steps = step // window * window
                 break
-            truth = _step(asker, full, token) if forced is None else next(truths)
-            for each in watched.values():
-                each.compare(step, truth, truth if each.cache is full else each.step(asker, token, step))
+            truth = _logits(asker, full, token)[-1] if forced is None else next(truths)
+            for probe in probes.values():
+                probe.compare(step, truth, truth if probe.cache is full else probe.step(asker, token, step))
             token = truth.argmax()[None, None] if forced is None else asker.tensor([forced[step]])
-    return {label: each.result(window, steps, len(prompt)) for label, each in watched.items()}
-
-
-def _step(asker: Asker, cache: RetrievalCache, tokens: Tensor) -> Tensor:
-    """Log-probabilities fp64 `[vocabulary]` of the next token: divergences are differences of near-equal numbers."""
-    return _logits(asker, cache, tokens)[-1]
+    return {label: probe.result(window, steps, len(prompt)) for label, probe in probes.items()}
 
 
 def _ahead(asker: Asker, full: RetrievalCache, tokens: list[int]) -> Iterator[Tensor]:
-    """As `_step` for each token under full attention; known tokens are read in pieces, like a prompt."""
+    """Log-probabilities fp64 `[vocabulary]` of the token after each token, under full attention. The tokens are read in pieces,
+    like a prompt."""
     for start in range(0, len(tokens), _AHEAD):
         piece = asker.tensor(tokens[start : start + _AHEAD])
         with full.reading_prompt():  # the last piece may be short
@@ -123,26 +104,27 @@ def _ahead(asker: Asker, full: RetrievalCache, tokens: list[int]) -> Iterator[Te
 
 
 def _logits(asker: Asker, cache: RetrievalCache, tokens: Tensor) -> Tensor:
-    """Log-probabilities fp64 `[T, vocabulary]` of the token after each token `[1, T]`."""
+    """Log-probabilities `[T, vocabulary]` of the token after each token `[1, T]`; fp64, because a divergence is a difference of
+    near-equal numbers."""
     out = asker.model(input_ids=tokens, **cache_argument(cache), use_cache=True)
     return out.logits[0].double().log_softmax(-1)
 
 
 @dataclass
-class _Watched:
+class _Probe:
     """A method's cache, and its measurements step by step."""
 
     cache: RetrievalCache
-    agreed: list[bool] = field(default_factory=list)
+    agreement: list[bool] = field(default_factory=list)
     kl: list[float] = field(default_factory=list)
-    recalled: list[tuple[int, int, float]] = field(default_factory=list)
+    recalls: list[tuple[int, int, float]] = field(default_factory=list)
     """(step, layer, recall)"""
 
     def step(self, asker: Asker, token: Tensor, step: int) -> Tensor:
         if step % STRIDE:
-            return _step(asker, self.cache, token)
+            return _logits(asker, self.cache, token)[-1]
         with _queries(self.cache) as queries:
-            logits = _step(asker, self.cache, token)
+            logits = _logits(asker, self.cache, token)[-1]
         for number, (query, zone) in queries.items():
             state = self.cache.retrieval_layers[number].state
             assert state is not None
@@ -150,22 +132,23 @@ class _Watched:
                 continue
             keys = state.store.host[0].keys(0, zone, query.device)
             recall = top_k_recall(query, keys, state.attended_ids(0).to(query.device), TRUTH_K)
-            self.recalled.append((step, state.layer, recall.mean().item()))
+            self.recalls.append((step, state.layer, recall.mean().item()))
         return logits
 
-    def compare(self, step: int, truth: Tensor, own: Tensor) -> None:
+    def compare(self, step: int, truth: Tensor, logits: Tensor) -> None:
         assert step == len(self.kl)
-        self.agreed.append(bool(truth.argmax() == own.argmax()))
-        self.kl.append(max(0.0, float((truth.exp() * (truth - own)).sum())))
+        self.agreement.append(bool(truth.argmax() == logits.argmax()))
+        self.kl.append(max(0.0, float((truth.exp() * (truth - logits)).sum())))
 
     def result(self, window: int, steps: int, prompt_tokens: int) -> Drift:
         windows = []
         for first in range(0, steps, window):
-            agreed, kl = self.agreed[first : first + window], self.kl[first : first + window]
-            recalls = [r for step, _, r in self.recalled if first <= step < first + window]
-            windows.append(Window(first, len(kl), fmean(agreed), fmean(kl), fmean(recalls) if recalls else None))
-        numbers = sorted({layer for _, layer, _ in self.recalled})
-        layers = {n: fmean([r for _, layer, r in self.recalled if layer == n]) for n in numbers}
+            agreement, kl = self.agreement[first : first + window], self.kl[first : first + window]
+            recalls = [r for step, _, r in self.recalls if first <= step < first + window]
+            recall = fmean(recalls) if recalls else None
+            windows.append(Window(first_step=first, steps=len(kl), agreement=fmean(agreement), kl=fmean(kl), recall=recall))
+        numbers = sorted({layer for _, layer, _ in self.recalls})
+        layers = {n: fmean([r for _, layer, r in self.recalls if layer == n]) for n in numbers}
         spent: dict[str, float | None] = costs(self.cache)
         if spent["attended_tokens"] is None:  # full attention that read ahead made no step
             spent = {"attended_tokens": prompt_tokens + (len(self.kl) - 1) / 2, "estimated_units": 0.0, "bytes_fetched": 0.0}
@@ -175,16 +158,16 @@ class _Watched:
 @contextmanager
 def _queries(cache: RetrievalCache) -> Iterator[dict[int, tuple[Tensor, int]]]:
     """Collects (queries `[H_q, D]`, searched zone) of a step, by position among the retrieval layers."""
-    places = {layer.number: place for place, layer in enumerate(cache.retrieval_layers)}
-    seen: dict[int, tuple[Tensor, int]] = {}
+    layers = {layer.number: (place, layer) for place, layer in enumerate(cache.retrieval_layers)}
+    collected: dict[int, tuple[Tensor, int]] = {}
 
-    def watch(number: int, queries: Tensor) -> None:
-        state = cache.retrieval_layers[places[number]].state
-        assert state is not None
-        seen[places[number]] = queries[0, :, -1].clone(), state.store.zones(0).retrieval
+    def on_queries(number: int, queries: Tensor) -> None:
+        place, layer = layers[number]
+        assert layer.state is not None
+        collected[place] = queries[0, :, -1].clone(), layer.state.store.zones(0).retrieval
 
-    cache.on_queries = watch
+    cache.on_queries = on_queries
     try:
-        yield seen
+        yield collected
     finally:
         cache.on_queries = None

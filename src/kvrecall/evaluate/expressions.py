@@ -36,20 +36,20 @@ def stated(text: str) -> str | None:
     return _ask(find=text[-_TAIL:])
 
 
-def same_answer(given: str | None, expected: str) -> bool:
+def same_answer(answer: str | None, expected: str) -> bool:
     """Whether two answers in LaTeX mean the same; `expected` decides the form, as in `math_verify.verify`.
 
     Answers longer than LONGEST are equal only letter for letter, and so are those that math-verify cannot read.
     """
-    if given is None or not given.strip():
+    if answer is None or not answer.strip():
         return False
-    if given.strip() == expected.strip():
+    if answer.strip() == expected.strip():
         return True
-    if max(len(given), len(expected)) > LONGEST:
+    if max(len(answer), len(expected)) > LONGEST:
         return False
-    if given.isdecimal() and expected.isdecimal():  # most answers, and no reason for a process
-        return int(given) == int(expected)
-    return bool(_ask(given=given, expected=expected))
+    if answer.isdecimal() and expected.isdecimal():  # most answers, and no reason for a process
+        return int(answer) == int(expected)
+    return bool(_ask(given=answer, expected=expected))
 
 
 class _Judge:

@@ -79,11 +79,11 @@ class KVRecallLM(HFLM):
         cache.tokenizer = self.tokenizer
         tokens = context.shape[1]
         # The last chunk is left to `generate`, which needs at least one token to start from.
-        ready = tokens - min(self.chunk_tokens, tokens)
+        prefix = tokens - min(self.chunk_tokens, tokens)
         stopping = stop_sequences_criteria(self.tokenizer, stop, tokens, context.shape[0])
-        if ready:
+        if prefix:
             prefill(
-                self.model, context[:, :ready], cache, chunk_tokens=self.chunk_tokens, attention_mask=mask[:, :ready],
+                self.model, context[:, :prefix], cache, chunk_tokens=self.chunk_tokens, attention_mask=mask[:, :prefix],
                 expect_tokens=max_length,
             )  # fmt: skip
             if (copies := max(options.get("num_beams") or 1, options.get("num_return_sequences") or 1)) > 1:
@@ -98,14 +98,14 @@ class KVRecallLM(HFLM):
 def _method(spec: str, budget: int | None) -> Method:
     if budget is not None and (not isinstance(budget, int) or budget < 1):
         raise ParameterError("budget", "an integer >= 1", budget, "It counts tokens per KV head and step.")
-    listed = conditions([spec], [] if budget is None else [budget])
-    if len(listed) > 2:  # full attention is the first of them
+    choices = conditions([spec], [] if budget is None else [budget])
+    if len(choices) > 2:  # full attention is the first of them
         raise ParameterError("method", "one method", spec, "Run the task once for each.")
-    found = listed[-1]
-    if budget not in (None, found.budget):
+    choice = choices[-1]
+    if budget not in (None, choice.budget):
         why = "A method file, full attention and what retrieves nothing take none; a file may be given one as file@512."
         raise ParameterError("budget", f"none with method={spec}", budget, why)
-    return found.method
+    return choice.method
 
 
 def _known_model(name: str, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -26,8 +26,8 @@ _DEFAULTS = {"full_attention_threshold": 0}
 
 @dataclass(frozen=True)
 class Condition:
-    """A method under a budget. name: as asked for. budget: tokens per KV head and step; None for full attention, for methods
-    that retrieve nothing, and for method files without a given budget, because their layers may have their own."""
+    """A method under a budget. name: with its settings. budget: tokens per KV head and step; None for full attention, for
+    methods that retrieve nothing, and for method files without a given budget, because their layers may have their own."""
 
     name: str
     method: Method
@@ -54,38 +54,38 @@ def conditions(specs: list[str], budgets: list[int], layers: int | None = None) 
     budgets: tokens, for specs without one; without any, the method's own. Method files keep theirs; methods that retrieve
     nothing have none. full_attention_threshold is 0 unless the spec sets it. Raises the errors of methods and files.
     """
-    found = [Condition(FULL, methods.get(FULL), None)]
-    for asked, given in ((listed, one) for listed in specs for one in _each(listed)):
-        spec = parse(given)
+    result = [Condition(FULL, methods.get(FULL), None)]
+    for text, alone in ((text, text == name) for name in specs for text in _expand(name)):
+        spec = parse(text)
         method = spec.without_budget(layers, **({} if spec.is_file else _DEFAULTS | spec.settings))
-        if spec.budget and (method.top_k or given == asked):
-            check_budget(method, given)
+        if spec.budget and (method.top_k or alone):
+            check_budget(method, text)
         if method.top_k is None:
             continue  # full attention is there already
         if budgets and method.top_k and "top_k" in spec.settings:
             why = "Give the budget once: as top_k, as @, or as --budgets."
-            raise ParameterError("--methods", "top_k or a budget, not both", given, why)
+            raise ParameterError("--methods", "top_k or a budget, not both", text, why)
         if (spec.budget is None and (method.per_layer or spec.is_file)) or not method.top_k:
-            found.append(Condition(spec.text, method, None))
+            result.append(Condition(spec.text, method, None))
             continue
         for budget in [spec.budget] if spec.budget else budgets or [method.top_k]:
-            found.append(Condition(spec.text, with_budget(method, spec.text, budget), budget))
-    labels = [condition.label for condition in found]
+            result.append(Condition(spec.text, with_budget(method, spec.text, budget), budget))
+    labels = [condition.label for condition in result]
     for label in labels:
         if labels.count(label) > 1:
             raise ParameterError("--methods", "each method and budget once", label, "Remove the repetition.")
-    return found
+    return result
 
 
-def described(found: list[Condition]) -> dict[str, Any]:
+def described(conditions: list[Condition]) -> dict[str, Any]:
     """Label -> class and settings of the method, for a run's configuration."""
-    return {c.label: {"method": type(c.method).__name__, **settings_of(c.method)} for c in found}
+    return {c.label: {"method": type(c.method).__name__, **settings_of(c.method)} for c in conditions}
 
 
-def _each(given: str) -> list[str]:
+def _expand(spec: str) -> list[str]:
     """Expands a spec: "all@512" to every registered name with that budget; other specs stay the same."""
-    end = given[len(ALL) :]
-    return [name + end for name in methods.names()] if given.startswith(ALL) and end[:1] in ("", ":", "@") else [given]
+    end = spec[len(ALL) :]
+    return [name + end for name in methods.names()] if spec.startswith(ALL) and end[:1] in ("", ":", "@") else [spec]
 
 
 @dataclass(frozen=True)
@@ -126,19 +126,17 @@ class Plan:
             if name in KNOWN:
                 generated(spec)
             require_scorer(spec)
-        for what, given in (("tasks", self.tasks), ("contexts", self.contexts), ("depths", self.depths)):
-            if not given or len(set(given)) < len(given):
-                raise ParameterError(what, "one or more, each once", list(given), "Remove the repetition, or name one.")
+        for name in ("tasks", "contexts", "depths"):
+            values = getattr(self, name)
+            if not values or len(set(values)) < len(values):
+                raise ParameterError(name, "one or more, each once", list(values), "Remove the repetition, or name one.")
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, and the SHA-256 of each file of problems or text, as a run's configuration keeps them."""
-        files = {spec: _digest(spec) for spec in self.tasks if spec.partition(":")[2] and spec.partition(":")[0] not in KNOWN}
+        specs = [spec for spec in self.tasks if spec.partition(":")[2] and spec.partition(":")[0] not in KNOWN]
+        # A run is not resumed with another file of the same name.
+        files = {spec: hashlib.sha256(task_text(spec).encode()).hexdigest() for spec in specs}
         return asdict(self) | ({"files": files} if files else {})
-
-
-def _digest(spec: str) -> str:
-    """SHA-256 of a task's file. A run is not resumed with another file of the same name."""
-    return hashlib.sha256(task_text(spec).encode()).hexdigest()
 
 
 def configuration(
@@ -149,27 +147,27 @@ def configuration(
     as in `RetrievalCache`."""
     from kvrecall import __version__
 
-    own = {"kvrecall": __version__, "model": model, "dtype": dtype.removeprefix("torch."), "device": device}
-    own |= {"chunk_tokens": chunk_tokens, "batch_tokens": batch_tokens, "conditions": described(conditions)}
-    own |= {} if host_rows == "plain" else {"host_rows": host_rows}
-    return own | ({"captured": True} if captured else {}) | plan.to_dict()
+    settings = {"kvrecall": __version__, "model": model, "dtype": dtype.removeprefix("torch."), "device": device}
+    settings |= {"chunk_tokens": chunk_tokens, "batch_tokens": batch_tokens, "conditions": described(conditions)}
+    settings |= {} if host_rows == "plain" else {"host_rows": host_rows}
+    return settings | ({"captured": True} if captured else {}) | plan.to_dict()
 
 
 @dataclass(frozen=True)
-class Job:
+class Sample:
     """One sample, for all conditions. Context and depth are None where a task has none."""
 
     task: str
     context: int | None
-    sample: int
+    number: int
     attempt: int
     depth: float | None = None
 
     def record(self, condition: Condition) -> Record:
         """The fields that identify a sample in its record."""
-        own = {"task": self.task, "context": self.context, "sample": self.sample, "attempt": self.attempt}
-        own |= {} if self.depth is None else {"depth": self.depth}
-        return own | {"condition": condition.label, "method": condition.name, "budget": condition.budget}
+        fields = {"task": self.task, "context": self.context, "sample": self.number, "attempt": self.attempt}
+        fields |= {} if self.depth is None else {"depth": self.depth}
+        return fields | {"condition": condition.label, "method": condition.name, "budget": condition.budget}
 
     def key(self, condition: Condition) -> Key:
         """Identifies the sample under a condition."""
@@ -177,55 +175,55 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Work:
+class Batch:
     """Samples that are answered together, one after another or as a batch, and their conditions."""
 
-    jobs: tuple[Job, ...]
+    samples: tuple[Sample, ...]
     conditions: tuple[Condition, ...]
 
     @property
     def keys(self) -> list[Key]:
         """The keys of all samples under all conditions."""
-        return [job.key(condition) for condition in self.conditions for job in self.jobs]
+        return [sample.key(condition) for condition in self.conditions for sample in self.samples]
 
 
-def portions(jobs: Iterator[Job], conditions: list[Condition], batch_tokens: int) -> Iterator[Work]:
-    """The jobs as independent pieces of work: any process may do any of them.
+def batches(samples: Iterator[Sample], conditions: list[Condition], batch_tokens: int) -> Iterator[Batch]:
+    """The samples as independent batches: any process may answer any of them.
 
     batch_tokens: samples of one task and context form a batch while their contexts add up to at most this many tokens.
     Conversations, problems and drift are not batched. For `drift:FILE`, each condition is a piece of its own.
     """
-    batch: list[Job] = []
-    for job in jobs:
-        if is_drift(job.task) and ":" in job.task:
-            yield from (Work((job,), (condition,)) for condition in conditions)
+    batch: list[Sample] = []
+    for sample in samples:
+        if is_drift(sample.task) and ":" in sample.task:
+            yield from (Batch((sample,), (condition,)) for condition in conditions)
             continue
-        alone = job.task.partition(":")[0] not in KNOWN or generated(job.task).turns > 1
-        if batch and (alone or (job.task, job.context) != (batch[0].task, batch[0].context)):
-            yield Work(tuple(batch), tuple(conditions))
+        alone = sample.task.partition(":")[0] not in KNOWN or generated(sample.task).turns > 1
+        if batch and (alone or (sample.task, sample.context) != (batch[0].task, batch[0].context)):
+            yield Batch(tuple(batch), tuple(conditions))
             batch = []
-        batch.append(job)
-        if alone or (len(batch) + 1) * (job.context or 0) > batch_tokens:
-            yield Work(tuple(batch), tuple(conditions))
+        batch.append(sample)
+        if alone or (len(batch) + 1) * (sample.context or 0) > batch_tokens:
+            yield Batch(tuple(batch), tuple(conditions))
             batch = []
     if batch:
-        yield Work(tuple(batch), tuple(conditions))
+        yield Batch(tuple(batch), tuple(conditions))
 
 
-def share(works: Iterable[Work], shard: Shard) -> list[Work]:
-    """The works of one process, in its order.
+def share(batches: Iterable[Batch], shard: Shard) -> list[Batch]:
+    """The batches of one process, in its order.
 
     Where several processes share a run, the tasks take turns: a run that is cut short has some samples of each. Every round
     begins with the next task, because tasks take unequally long and no process should have the same one all the time.
     """
-    listed = list(works)
+    order = list(batches)
     if shard.count > 1:
-        places = {task: place for place, task in enumerate(dict.fromkeys(work.jobs[0].task for work in listed))}
+        places = {task: place for place, task in enumerate(dict.fromkeys(batch.samples[0].task for batch in order))}
         turns: Counter[str] = Counter()
-        ranked: list[tuple[int, int, Work]] = []
-        for work in listed:
-            task = work.jobs[0].task
-            ranked.append((turns[task], (places[task] - turns[task]) % len(places), work))
+        ranked: list[tuple[int, int, Batch]] = []
+        for batch in order:
+            task = batch.samples[0].task
+            ranked.append((turns[task], (places[task] - turns[task]) % len(places), batch))
             turns[task] += 1
-        listed = [work for _, _, work in sorted(ranked, key=lambda each: each[:2])]
-    return [work for place, work in enumerate(listed) if shard.has(place)]
+        order = [batch for _, _, batch in sorted(ranked, key=lambda entry: entry[:2])]
+    return [batch for place, batch in enumerate(order) if shard.has(place)]

@@ -21,7 +21,7 @@ from kvrecall.evaluate.expressions import same_answer, stated
 
 _BOX = "Please reason step by step, and put your final answer within \\boxed{}."
 _CHOOSE = "Please reason step by step, and put the letter of your choice within \\boxed{}."
-_WRONG = ("Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
+_RIGHT, _WRONG = "Correct Answer", ("Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 
 _WRAPPED = re.compile(r"\\(?:text(?:bf|it|rm|sf)?|math(?:bf|it|rm|sf)|mbox|boldsymbol|bm)\s*\{([^{}]*)\}|\\?\$|\\[()\[\]]|\*\*")
 
@@ -38,12 +38,12 @@ class Problem:
     choice: bool = False
 
     def extract(self, text: str) -> str | None:
-        """The answer that a text gives: the content of its last box, or else what it states. None if it gives none."""
+        """The answer in a text: the content of its last box, or else what it states. None without one."""
         return final_choice(text) if self.choice else boxed(text) or stated(text)
 
-    def same(self, given: str | None) -> bool:
+    def same(self, answer: str | None) -> bool:
         """Whether an answer is the right one."""
-        return given == self.answer if self.choice else same_answer(given, self.answer)
+        return answer == self.answer if self.choice else same_answer(answer, self.answer)
 
     def right(self, text: str) -> bool:
         """Whether a text ends in the right answer."""
@@ -65,12 +65,11 @@ def _math(row: dict[str, Any], _: random.Random) -> Problem:
 
 def _gpqa(row: dict[str, Any], draw: random.Random) -> Problem:
     """GPQA: `Question`, `Correct Answer` and `Incorrect Answer 1` to `3`, in an order that the seed decides."""
-    options = [(str(_field(row, "Correct Answer")).strip(), True)]
-    options += [(str(_field(row, name)).strip(), False) for name in _WRONG]
+    options = [(str(_field(row, name)).strip(), name == _RIGHT) for name in (_RIGHT, *_WRONG)]
     draw.shuffle(options)
-    listed = "\n".join(f"({letter}) {text}" for letter, (text, _) in zip("ABCD", options, strict=True))
-    right = next(letter for letter, (_, true) in zip("ABCD", options, strict=True) if true)
-    return Problem(f"{_field(row, 'Question', 'question')}\n\n{listed}\n\n{_CHOOSE}", right, choice=True)
+    lines = "\n".join(f"({letter}) {text}" for letter, (text, _) in zip("ABCD", options, strict=True))
+    answer = next(letter for letter, (_, right) in zip("ABCD", options, strict=True) if right)
+    return Problem(f"{_field(row, 'Question', 'question')}\n\n{lines}\n\n{_CHOOSE}", answer, choice=True)
 
 
 DRIFT = "drift"
@@ -87,7 +86,7 @@ def read_problems(spec: str, seed: int) -> list[Problem]:
         raise UnknownNameError("format", name, FORMATS)
     if not colon or not file:
         raise ParameterError(f"task {name}", f"a file of problems, as {name}:FILE.jsonl", spec, "Nothing is downloaded.")
-    found = []
+    problems = []
     for number, line in enumerate(task_text(spec).split("\n"), 1):
         if not line.strip():
             continue
@@ -95,15 +94,15 @@ def read_problems(spec: str, seed: int) -> list[Problem]:
             row = parse_json(line)
             if not isinstance(row, dict):
                 raise ValueError(f"expected a JSON object, got {line[:40]!r}")
-            found.append(FORMATS[name](row, random.Random(f"{seed}/{name}/{number}")))
+            problems.append(FORMATS[name](row, random.Random(f"{seed}/{name}/{number}")))
         except ValueError as error:
             # The message without the parser's own line number: it sees one line, and always says 1.
-            said = f"{error.msg} (column {error.colno:,})" if isinstance(error, json.JSONDecodeError) else error
+            mistake = f"{error.msg} (column {error.colno:,})" if isinstance(error, json.JSONDecodeError) else error
             remedy = f"docs/guide/evaluate.md shows a line of {name}."
-            raise InputFileError(file, f"line {number:,}: {said}", remedy) from None
-    if not found:
+            raise InputFileError(file, f"line {number:,}: {mistake}", remedy) from None
+    if not problems:
         raise InputFileError(file, "holds no problem", "Give one JSON object per line.")
-    return found
+    return problems
 
 
 def require_scorer(spec: str) -> None:
@@ -143,14 +142,14 @@ def _field(row: dict[str, Any], *names: str) -> Any:
 
 def boxed(text: str) -> str | None:
     """What stands in the last \\boxed{…} or \\fbox{…} that is closed and not empty, braces matched; None if there is none."""
-    opened: list[int] = []  # where the insides of open braces begin, -1 for those of no box
-    last, found = -1, None
+    starts: list[int] = []  # of the insides of open braces, -1 for those of no box
+    last, content = -1, None
     for match in re.finditer(r"(\\(?:boxed|fbox)\s*)?\{|\}", text):
         if match[0] != "}":
-            opened.append(match.end() if match[1] else -1)
-        elif opened and (start := opened.pop()) > last and (inside := text[start : match.start()].strip()):
-            last, found = start, inside
-    return found
+            starts.append(match.end() if match[1] else -1)
+        elif starts and (start := starts.pop()) > last and (inside := text[start : match.start()].strip()):
+            last, content = start, inside
+    return content
 
 
 def final_choice(text: str, letters: str = "ABCD") -> str | None:
@@ -160,11 +159,11 @@ def final_choice(text: str, letters: str = "ABCD") -> str | None:
     choices that there are, upper case; only in a box or in brackets may the text have it in lower case.
     """
     either = f"[{letters}{letters.lower()}]"
-    found = boxed(text)
-    if found is not None:
+    box = boxed(text)
+    if box is not None:
         no_other = rf"(?!.*(?<!\w)(?:[(\[]{either}[)\]]|[{letters}][.)]))"
         pattern = rf"({either})|(?:[(\[]\s*({either})\s*[)\]]|([{letters}])[.)]){no_other}(?:[\s\\].*)?"
-        match = re.fullmatch(pattern, _plain(found).strip(" ."), re.DOTALL)
+        match = re.fullmatch(pattern, _plain(box).strip(" ."), re.DOTALL)
     else:
         line = _plain(text[-_LINE_CHARACTERS:]).rstrip().rpartition("\n")[2].strip()
         claim = r"(?:.*\b(?i:answer)(?:\s+is|\s+must\s+be|\s*:)\s*(?:option\s+)?)?"
@@ -174,4 +173,4 @@ def final_choice(text: str, letters: str = "ABCD") -> str | None:
 
 def _plain(text: str) -> str:
     """A text without its typography: \\textbf{…}, **…**, dollar signs, \\(…\\)."""
-    return _WRAPPED.sub(lambda found: found[1] or "", text)
+    return _WRAPPED.sub(lambda match: match[1] or "", text)

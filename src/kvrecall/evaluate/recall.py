@@ -6,7 +6,8 @@ per query head: the tokens of the retrieval zone with the largest inner product 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from kvrecall.attend import attend_block, attend_causal
 from kvrecall.core.errors import ParameterError
-from kvrecall.core.structs import AttentionParams, Budget
+from kvrecall.core.structs import AttentionParams
 from kvrecall.evaluate.trace import LayerTrace, Trace
 from kvrecall.layer.pipeline import decode_step
 from kvrecall.layer.state import LayerState
@@ -65,9 +66,8 @@ def replay(
 
     Dense layers of the method attend to everything and are reported, too.
     """
-    tables = _tables(trace, method, layers, truth_k)
-    reports = [_report(number, table) for number, table in tables.items()]
-    return [*reports, _mean(reports)]
+    rows = {number: _means(table) for number, table in _tables(trace, method, layers, truth_k).items()}
+    return [*(_report(number, row) for number, row in rows.items()), _mean(rows.values())]
 
 
 def replay_windows(
@@ -76,7 +76,7 @@ def replay_windows(
     """Drift: the mean over layers for every `window_steps` decode steps, with the number of the window's first step."""
     tables = _tables(trace, method, layers, truth_k)
     starts = range(0, trace.info.steps, window_steps)
-    return [(s, _mean([_report(n, t[s : s + window_steps]) for n, t in tables.items()])) for s in starts]
+    return [(s, _mean(_means(table[s : s + window_steps]) for table in tables.values())) for s in starts]
 
 
 def prepared(trace: Trace, number: int, method: Method) -> LayerState:
@@ -85,12 +85,12 @@ def prepared(trace: Trace, number: int, method: Method) -> LayerState:
     state = LayerState(number, layer.shape, replace(method, full_attention_threshold=0))
     state.scaling = trace.info.scaling
     state.absorb(0, state.store.append_chunk(0, layer.keys[:, :prompt], layer.values[:, :prompt]))
-    watched = layer.prompt_queries
+    queries = layer.prompt_queries
     if state.index is None or not state.index.observes_attention:  # only watching indexes need the prompt's attention
-        watched = watched[:, -(1 if state.log is None else state.log.window) :]
-    if watched.shape[1]:
-        lse = _lse(replace(layer, prompt_queries=watched), prompt, trace.info.scaling)
-        state.saw_prompt(0, watched, lse, prompt - watched.shape[1])
+        queries = queries[:, -(1 if state.log is None else state.log.window) :]
+    if queries.shape[1]:
+        first = prompt - queries.shape[1]
+        state.saw_prompt(0, queries, _lse(layer, queries, first, prompt, trace.info.scaling), first)
     return state
 
 
@@ -100,8 +100,8 @@ def _tables(trace: Trace, method: Method, layers: tuple[int, ...] | None, truth_
     zones = method.zone_sizes()
     if trace.info.prompt_tokens <= zones.sink_tokens + zones.local_tokens:
         raise ParameterError("trace", "a prompt longer than sink + local", trace.info.prompt_tokens, "Trace a longer text.")
-    chosen = trace.info.layers if layers is None else layers
-    return {n: _replay_layer(trace, n, method, truth_k or method.at(n).top_k or 0) for n in chosen}
+    numbers = trace.info.layers if layers is None else layers
+    return {n: _replay_layer(trace, n, method, truth_k or method.at(n).top_k or 0) for n in numbers}
 
 
 @torch.inference_mode()
@@ -111,8 +111,8 @@ def _replay_layer(trace: Trace, number: int, method: Method, truth_k: int) -> Te
     state = prepared(trace, number, method)
     params = AttentionParams(trace.info.scaling)
     candidates: list[Tensor] = []
-    if state.index is not None:
-        state.on_search = _watcher(state, candidates)
+    if (index := state.index) is not None:
+        state.on_search = lambda *search: candidates.extend(index.candidates(*search) or [])
     rows = []
     for step, query in enumerate(layer.queries):
         now = trace.info.prompt_tokens + step
@@ -122,20 +122,11 @@ def _replay_layer(trace: Trace, number: int, method: Method, truth_k: int) -> Te
         whole = state.attends_whole_zone(0)
         out = decode_step(state, query[None, :, None], layer.keys[None, :, token], layer.values[None, :, token], None, params)
         ids = None if whole else state.attended_ids(0)
-        found = _measure(layer, query, out[0, :, 0], now + 1, (zones.sink, zones.retrieval), ids, candidates, truth_k, params)
+        metrics = _measure(layer, query, out[0, :, 0], now + 1, (zones.sink, zones.retrieval), ids, candidates, truth_k, params)
         after, selected = state.stats, state.stats.retrieved_tokens - before.retrieved_tokens
         reused = (after.reused_rows - before.reused_rows) / selected if selected else float("nan")
-        moved = float(after.bytes_fetched - before.bytes_fetched)
-        rows.append([*found, float(after.searches - before.searches), moved, reused])
+        rows.append([*metrics, after.searches - before.searches, after.bytes_fetched - before.bytes_fetched, reused])
     return torch.tensor(rows, dtype=torch.float64, device="cpu")
-
-
-def _watcher(state: LayerState, candidates: list[Tensor]) -> Callable[[Tensor, Budget, list[int]], None]:
-    def watch(queries: Tensor, budget: Budget, sequences: list[int]) -> None:
-        assert state.index is not None
-        candidates.extend(state.index.candidates(queries, budget, sequences) or [])
-
-    return watch
 
 
 def _measure(
@@ -157,9 +148,9 @@ def _measure(
     recall = attended.unsqueeze(1).expand_as(inside).gather(-1, truth).float().mean().item()
     coarse = float("nan")
     if candidates:
-        picked = torch.zeros(heads, candidates[0].shape[1], length, dtype=torch.bool, device=query.device)
-        picked.scatter_(-1, candidates[0], True)
-        coarse = picked.expand(-1, logits.shape[1], -1).gather(-1, truth).float().mean().item()
+        is_candidate = torch.zeros(heads, candidates[0].shape[1], length, dtype=torch.bool, device=query.device)
+        is_candidate.scatter_(-1, candidates[0], True)
+        coarse = is_candidate.expand(-1, logits.shape[1], -1).gather(-1, truth).float().mean().item()
     ratio = (caught / best.clamp_min(1e-12)).mean().item()
     count = attended.sum(-1).float().mean().item()
     return [
@@ -168,12 +159,11 @@ def _measure(
     ]  # fmt: skip
 
 
-def _lse(layer: LayerTrace, prompt: int, scaling: float) -> Tensor:
-    """Log-sum-exp fp32 `[H_q, W]` of the recorded prompt queries over the tokens before them."""
-    queries, first = layer.prompt_queries, prompt - layer.prompt_queries.shape[1]
+def _lse(layer: LayerTrace, queries: Tensor, first: int, prompt: int, scaling: float) -> Tensor:
+    """Log-sum-exp fp32 `[H_q, W]` of the prompt's queries from token `first` on, over the tokens before each."""
     rows = torch.stack([layer.keys[:, :first], layer.values[:, :first]], 2)
-    own = attend_causal(queries, layer.keys[:, first:prompt], layer.values[:, first:prompt], scaling)
-    return merge([attend_block(queries, rows, scaling), own]).lse[0]
+    causal = attend_causal(queries, layer.keys[:, first:prompt], layer.values[:, first:prompt], scaling)
+    return merge([attend_block(queries, rows, scaling), causal]).lse[0]
 
 
 def grouped_logits(query: Tensor, keys: Tensor) -> Tensor:
@@ -200,14 +190,17 @@ def _member(ids: Tensor, tokens: int) -> Tensor:
     return member[:, :tokens]
 
 
-def _report(layer: int | None, table: Tensor) -> LayerRecall:
-    means = dict(zip(_NAMES, table.nanmean(0).tolist(), strict=True))
-    coarse = means.pop("coarse_recall")
-    means["reused"] = 0.0 if means["reused"] != means["reused"] else means["reused"]
-    return LayerRecall(layer, None if coarse != coarse else coarse, **means)
+def _means(table: Tensor) -> Tensor:
+    """Means fp64 `[metrics]` over the rows that have a value; 0 for the rows that are re-used where nothing is selected."""
+    means = table.nanmean(0)
+    means[_NAMES.index("reused")].nan_to_num_(0.0)
+    return means
 
 
-def _mean(reports: list[LayerRecall]) -> LayerRecall:
-    coarse = [r.coarse_recall for r in reports if r.coarse_recall is not None]
-    means = {name: sum(getattr(r, name) for r in reports) / len(reports) for name in _NAMES if name != "coarse_recall"}
-    return LayerRecall(None, sum(coarse) / len(coarse) if coarse else None, **means)
+def _report(layer: int | None, means: Tensor) -> LayerRecall:
+    coarse, *others = means.tolist()
+    return LayerRecall(layer, None if math.isnan(coarse) else coarse, *others)
+
+
+def _mean(rows: Iterable[Tensor]) -> LayerRecall:
+    return _report(None, _means(torch.stack([*rows])))

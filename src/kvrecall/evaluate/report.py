@@ -61,29 +61,30 @@ def write_page(folder: Path, out: Path) -> dict[str, Any]:
 
 
 def _section(task: str, rows: list[Row], records: list[Record]) -> dict[str, Any]:
-    own = [r for r in records if r["task"] == task]
+    records = [r for r in records if r["task"] == task]
     conditions = list(dict.fromkeys(r.condition for r in rows))
     figures: list[tuple[str, list[str]]] = []
     budgets = [r for r in rows if r.budget is not None]
-    if budgets and not any("windows" in r for r in own):
+    if budgets and not any("windows" in r for r in records):
         by_context = groups([r.to_dict() for r in rows], "context")
-        found = [accuracy_by_budget([r for r in rows if r.context == context]) for (context,) in by_context]
+        plots = [accuracy_by_budget([r for r in rows if r.context == context]) for (context,) in by_context]
         titles = ", ".join(f"{context:,}" for (context,) in by_context if context is not None)
-        figures.append((f"Score against budget{f' at {titles} tokens' if titles else ''}", found))
-    if any(r.get("depth") is not None for r in own):
-        figures.append(("Score by depth and context", [heat(own, task, c) for c in conditions]))
-    drifted = windows(own)
-    for context in dict.fromkeys(length for _, length, _ in drifted):
-        lines = {c: w for (_, length, c), w in drifted.items() if length == context}
+        figures.append((f"Score against budget{f' at {titles} tokens' if titles else ''}", plots))
+    if any(r.get("depth") is not None for r in records):
+        figures.append(("Score by depth and context", [heat(records, task, c) for c in conditions]))
+    drifts = windows(records)
+    for context in dict.fromkeys(length for _, length, _ in drifts):
+        lines = {c: w for (_, length, c), w in drifts.items() if length == context}
         steps = [along_steps(lines, name) for name in ("recall", "agreement", "kl")]
         figures.append((f"Along the generated tokens, after a prompt of {context:,} tokens", steps))
-    if layers := layer_recall(own):
+    if layers := layer_recall(records):
         figures.append(("Recall of each layer", [by_layer(layers)]))
     if any(row.decode_ms is not None for row in rows):
         figures.append(("Time per generated token", [latency(rows)]))
-    quoted = [r for group in groups([r for r in own if r.get("answers")], "condition").values() for r in group[:_SHOWN_SAMPLES]]
+    answers = groups([r for r in records if r.get("answers")], "condition").values()
+    quotes = [r for group in answers for r in group[:_SHOWN_SAMPLES]]
     return {
-        "task": task, "rows": rows, "figures": figures, "rounds": rounds(own), "windows": drifted, "quoted": quoted,
+        "task": task, "rows": rows, "figures": figures, "rounds": rounds(records), "windows": drifts, "quoted": quotes,
         "passes": sorted({k for row in rows for k in row.pass_at_k}),
     }  # fmt: skip
 
@@ -93,18 +94,18 @@ def accuracy_by_budget(rows: list[Row]) -> str:
     _, axes = _figure()
     names = list(dict.fromkeys(row.method for row in rows))
     for place, method in enumerate(names):
-        own = sorted((r for r in rows if r.method == method), key=lambda r: r.budget or 0)
-        if own[0].budget is None:
+        line = sorted((r for r in rows if r.method == method), key=lambda r: r.budget or 0)
+        if line[0].budget is None:
             style = {"color": "black"} if method == FULL else {}
-            axes.axhline(own[0].score, linestyle="--", linewidth=1, label=method, **style)
+            axes.axhline(line[0].score, linestyle="--", linewidth=1, label=method, **style)
             continue
-        spread = [[r.score - (r.low if r.low is not None else r.score) for r in own],
-                  [(r.high if r.high is not None else r.score) - r.score for r in own]]  # fmt: skip
-        # Spread around the budget, so that equal scores do not hide one another.
-        budgets = [(r.budget or 0) * 2 ** (0.06 * (place - len(names) / 2)) for r in own]
         # Rounding may put a bound on the wrong side of its mean by one unit in the last place.
-        errors = [[max(0.0, e) for e in side] for side in spread]
-        axes.errorbar(budgets, [r.score for r in own], errors, marker="o", markersize=4, capsize=3, linewidth=1.2, label=method)
+        errors = [[max(0.0, r.score - (r.score if r.low is None else r.low)) for r in line],
+                  [max(0.0, (r.score if r.high is None else r.high) - r.score) for r in line]]  # fmt: skip
+        # Spread around the budget, so that equal scores do not hide one another.
+        budgets = [(r.budget or 0) * 2 ** (0.06 * (place - len(names) / 2)) for r in line]
+        scores = [r.score for r in line]
+        axes.errorbar(budgets, scores, errors, marker="o", markersize=4, capsize=3, linewidth=1.2, label=method)
     axes.set_xscale("log", base=2)
     ticks = sorted({r.budget for r in rows if r.budget is not None})
     axes.set_xticks(ticks, [f"{budget:,}" for budget in ticks])
@@ -140,8 +141,8 @@ def heat(records: list[Record], task: str, condition: str) -> str:
 def along_steps(lines: dict[str, list[dict[str, Any]]], name: str) -> str:
     """One measure of a long generation (recall, agreement or kl) over its windows, a line per condition."""
     _, axes = _figure()
-    for label, measured in lines.items():
-        points = [(w["first_step"], w[name]) for w in measured if w[name] is not None]
+    for label, line in lines.items():
+        points = [(w["first_step"], w[name]) for w in line if w[name] is not None]
         if points:
             axes.plot(*zip(*points, strict=True), marker=".", linewidth=1.2, label=label)
     return _labelled(axes, "generated tokens (first of the window)", _WINDOW_AXES[name])
@@ -158,13 +159,13 @@ def by_layer(lines: dict[str, dict[int, float]]) -> str:
 
 def latency(rows: list[Row]) -> str:
     """Milliseconds per generated token, a bar per condition and context."""
-    timed = [r for r in rows if r.decode_ms is not None]
-    said = [r.condition if r.context is None else f"{r.condition} at {r.context:,}" for r in timed]
-    labels = [wrapped(name, _TITLE_WIDTH) for name in said]
+    rows = [r for r in rows if r.decode_ms is not None]
+    names = [r.condition if r.context is None else f"{r.condition} at {r.context:,}" for r in rows]
+    labels = [wrapped(name, _TITLE_WIDTH) for name in names]
     most = max((label.count("\n") for label in labels), default=0)
-    figure, axes = _figure(6.6 if most else 5.6, 0.7 + (0.22 + 0.13 * most) * len(timed))
-    axes.barh(range(len(timed)), [r.decode_ms or 0.0 for r in timed], height=0.7)
-    axes.set_yticks(range(len(timed)), labels, fontsize=8)
+    figure, axes = _figure(6.6 if most else 5.6, 0.7 + (0.22 + 0.13 * most) * len(rows))
+    axes.barh(range(len(rows)), [r.decode_ms or 0.0 for r in rows], height=0.7)
+    axes.set_yticks(range(len(rows)), labels, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("ms per generated token")
     return _svg(figure)

@@ -46,8 +46,13 @@ class _Seconds(_Checked):
     decode: Annotated[float, Field(ge=0)]
 
 
-class _Window(_Checked):
-    """A window of a long generation; see `drift.Window`. kl may be infinite."""
+class Window(_Checked):
+    """Means over consecutive steps of a long generation.
+
+    agreement: share of steps whose likeliest token is that of full attention. kl: Kullback-Leibler divergence of the method's
+    next-token distribution from that of full attention, in nats; may be infinite. recall: share of each query head's true
+    top-100 of the retrieval zone that is attended to, over layers that search; None where nothing is searched.
+    """
 
     first_step: _Whole
     steps: _Whole = 1
@@ -76,7 +81,7 @@ class _Sample(_Checked):
     new_tokens: _Whole = 0
     attended_tokens: Annotated[float, Field(ge=0)] | None = None
     estimated_units: Annotated[float, Field(ge=0)] | None = None
-    windows: list[_Window] = []
+    windows: list[Window] = []
     layers: dict[_Layer, _Share] = {}
 
     @model_validator(mode="after")
@@ -94,10 +99,10 @@ class _Configuration(_Checked):
     conditions: dict[str, Any] | list[str] = {}
 
 
-def _mistake(kind: type[BaseModel], held: Any) -> str | None:
-    """The first mistake of what a file holds: place, expected, given; None without one."""
+def _mistake(kind: type[BaseModel], value: Any) -> str | None:
+    """The first mistake in the content of a file: place, expected, got; None without one."""
     try:
-        kind.model_validate(held)
+        kind.model_validate(value)
     except ValidationError as error:
         return first_mistake(error)
     return None
@@ -163,15 +168,15 @@ class RunFolder:
         """
         from filelock import FileLock
 
-        own = self.path / f".lock{self.shard.suffix}"
-        with ExitStack() as held:
-            with self._told_who_holds():
-                held.enter_context(FileLock(own, timeout=0))
-                for other in set(self.path.glob(".lock*")) - {own}:
+        lock = self.path / f".lock{self.shard.suffix}"
+        with ExitStack() as locks:
+            with self._in_use_errors():
+                locks.enter_context(FileLock(lock, timeout=0))
+                for other in set(self.path.glob(".lock*")) - {lock}:
                     if not other.name.endswith(f"-of-{self.shard.count:02}"):
                         with FileLock(other, timeout=0):
                             pass
-            self._read()  # samples that others have finished since
+            self._read()  # other processes may have finished samples
             yield
 
     def add(self, record: Record) -> None:
@@ -185,9 +190,9 @@ class RunFolder:
             whole = self._whole_bytes(out.tell())
             out.truncate(whole)
             try:
-                left = memoryview(line)
-                while left:  # the system may write less than all
-                    left = left[out.write(left) or 0 :]
+                remainder = memoryview(line)
+                while remainder:  # the system may write less than all
+                    remainder = remainder[out.write(remainder) or 0 :]
                 os.fsync(out.fileno())
             except BaseException:
                 with suppress(OSError):  # otherwise the next call removes the incomplete line
@@ -207,7 +212,7 @@ class RunFolder:
         self.done = {key_of(record) for record in self.records}
 
     @contextmanager
-    def _told_who_holds(self) -> Iterator[None]:
+    def _in_use_errors(self) -> Iterator[None]:
         """Raises FolderInUseError with the share that is in use."""
         from filelock import Timeout
 
@@ -227,17 +232,15 @@ class RunFolder:
             return
         from filelock import FileLock
 
-        with (
-            written_to(self.path),
-            FileLock(self.path / ".grow"),
-        ):  # several processes may want to extend the run, one after the other
-            begun = read_config(self.path)
-            _check_more(self.path, begun, config)
-            if begun == config:
+        # Several processes may want to extend the run, one after the other.
+        with written_to(self.path), FileLock(self.path / ".grow"):
+            old = read_config(self.path)
+            _check_more(self.path, old, config)
+            if old == config:
                 return
-            with ExitStack() as held, self._told_who_holds():
+            with ExitStack() as locks, self._in_use_errors():
                 for claim in self.path.glob(".lock*"):
-                    held.enter_context(FileLock(claim, timeout=0))
+                    locks.enter_context(FileLock(claim, timeout=0))
                 _write_config(self.path, config)
 
     def _whole_bytes(self, size: int) -> int:
@@ -258,23 +261,23 @@ def read_config(path: Path) -> dict[str, Any]:
     """The configuration of a run; raises InputFileError."""
     file = path / CONFIG
     try:
-        held = parse_json(file.read_text(encoding="utf-8"))
+        config = parse_json(file.read_text(encoding="utf-8"))
     except OSError as error:
         remedy = "Give the folder that `kvrecall eval --out` wrote."
         raise InputFileError(path, f"holds no run: {CONFIG} cannot be read ({error.strerror})", remedy) from None
     except ValueError as error:
         raise InputFileError(file, f"is not JSON ({error})", "Give --out a new folder.") from None
-    if not isinstance(held, dict):
+    if not isinstance(config, dict):
         raise InputFileError(file, "is no JSON object", "Give --out a new folder.")
-    if mistake := _mistake(_Configuration, held):
+    if mistake := _mistake(_Configuration, config):
         raise InputFileError(file, mistake, "Give --out a new folder.")
-    return held
+    return config
 
 
 def read_records(path: Path) -> list[Record]:
     """The finished samples of a run, each once, in the plan's order. Skips an incomplete last line. Raises InputFileError with
     the number of a bad line."""
-    found = {key_of(record): record for file in reversed(_files(path)) for record in _lines(file)}
+    records = {key_of(record): record for file in reversed(_files(path)) for record in _lines(file)}
     config = read_config(path)
     places = [{name: i for i, name in enumerate(config.get(key, ()))} for key in ("tasks", "contexts", "conditions")]
 
@@ -284,7 +287,7 @@ def read_records(path: Path) -> list[Record]:
         )
         return task, context, record.get("sample", 0), record.get("attempt", 0), condition
 
-    return sorted(found.values(), key=place)
+    return sorted(records.values(), key=place)
 
 
 def _files(path: Path) -> list[Path]:
@@ -296,49 +299,49 @@ def _lines(file: Path) -> list[Record]:
         lines = file.read_bytes().split(b"\n")[:-1]
     except OSError as error:
         raise InputFileError(file, f"cannot be read ({error.strerror})", "Give --out a new folder.") from None
-    found = []
+    records = []
     for number, line in enumerate(lines, 1):
         try:
             record = parse_json(line.decode("utf-8"), finite=False)
             if mistake := _mistake(_Sample, record):
                 raise ValueError(mistake)
         except ValueError as error:
-            said = f"{error.msg}, column {error.colno:,}" if isinstance(error, json.JSONDecodeError) else error
-            problem = f"line {number:,}: expected the JSON of a sample, got {line[:60]!r} ({said})"
+            reason = f"{error.msg}, column {error.colno:,}" if isinstance(error, json.JSONDecodeError) else error
+            problem = f"line {number:,}: expected the JSON of a sample, got {line[:60]!r} ({reason})"
             raise InputFileError(file, problem, "Remove that line; its sample will be made again.") from None
-        found.append(record)
-    return found
+        records.append(record)
+    return records
 
 
-def _check_more(path: Path, begun: dict[str, Any], config: dict[str, Any]) -> None:
+def _check_more(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
     """Raises ParameterError unless a configuration equals the existing one or extends it."""
-    names = sorted(n for n in begun.keys() | config.keys() if not _holds(n, begun.get(n), config.get(n)))
+    names = sorted(name for name in old.keys() | new.keys() if not _extends(name, old.get(name), new.get(name)))
     remedy = f"Give --out a new folder, or the settings of {path / CONFIG}."
     if names:
         name = names[0]
         others = f" (and {', '.join(names[1:])})" if names[1:] else ""
         more = " or more" if name in _GROWS else ""
-        raise ParameterError(f"{path}", f"the folder's {name} = {begun.get(name)!r}{more}{others}", config.get(name), remedy)
-    if config.get("batch_tokens") and begun.get("samples") != config.get("samples"):
+        raise ParameterError(f"{path}", f"the folder's {name} = {old.get(name)!r}{more}{others}", new.get(name), remedy)
+    if new.get("batch_tokens") and old.get("samples") != new.get("samples"):
         remedy = f"Other samples would be answered together, which rounds otherwise. {remedy}"
-        raise ParameterError(f"{path}", f"the folder's samples = {begun.get('samples')!r}", config.get("samples"), remedy)
+        raise ParameterError(f"{path}", f"the folder's samples = {old.get('samples')!r}", new.get("samples"), remedy)
 
 
-def _holds(name: str, begun: Any, given: Any) -> bool:
-    """Whether `given` equals `begun` or extends it."""
-    if begun == given or name not in _GROWS:
-        return begun == given
-    if isinstance(given, dict) and isinstance(begun, dict | None):
-        return all(key in given and given[key] == value for key, value in (begun or {}).items()) and _in_order(begun, given)
-    if isinstance(given, list) and isinstance(begun, list):
-        return _in_order(begun, given)
-    return isinstance(given, int) and isinstance(begun, int) and begun < given
+def _extends(name: str, old: Any, new: Any) -> bool:
+    """Whether a setting equals the old one or extends it."""
+    if old == new or name not in _GROWS:
+        return old == new
+    if isinstance(new, dict) and isinstance(old, dict | None):
+        return all(key in new and new[key] == value for key, value in (old or {}).items()) and _in_order(old, new)
+    if isinstance(new, list) and isinstance(old, list):
+        return _in_order(old, new)
+    return isinstance(new, int) and isinstance(old, int) and old < new
 
 
-def _in_order(begun: Iterable[Any] | None, given: Iterable[Any]) -> bool:
-    """Whether `begun` is contained in `given` in the same order, because shares depend on the order."""
-    had = list(begun or ())
-    return [item for item in given if item in had] == had
+def _in_order(old: Iterable[Any] | None, new: Iterable[Any]) -> bool:
+    """Whether `old` is contained in `new` in the same order, because shares depend on the order."""
+    items = list(old or ())
+    return [item for item in new if item in items] == items
 
 
 def _write_config(path: Path, config: dict[str, Any]) -> None:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import random
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
+from typing import Any
 
 from kvrecall.backends.transformers import RetrievalCache
 from kvrecall.core.errors import ContextLengthError, ParameterError
+from kvrecall.engine.prefill import context_limit
 from kvrecall.engine.prompts import DocumentPrompt, chat_prompt, next_turn
 from kvrecall.evaluate import drift
 from kvrecall.evaluate.asking import Asker, Conversation, costs
-from kvrecall.evaluate.plan import Condition, Job, Plan, Work, portions, share
+from kvrecall.evaluate.plan import Batch, Condition, Plan, Sample, batches, share
 from kvrecall.evaluate.problems import FORMATS, Problem, is_drift, read_problems
 from kvrecall.evaluate.runs import Record, RunFolder, key_of
 from kvrecall.evaluate.summary import Row
@@ -23,6 +26,7 @@ from kvrecall.evaluate.tasks import KNOWN, Room, Task, Turn, generated
 
 Cell = tuple[str, int | None, str]
 """Task, context and label of a condition; one row of a run's summary."""
+OnError = Callable[[str, Exception], None]
 _LEAST_TOKENS = 64
 """Least tokens of a document."""
 _LEAST_OF_DRIFT = 128
@@ -33,7 +37,7 @@ _LONGEST_NEEDED = 1 << 16
 
 @dataclass
 class Suite:
-    """A plan for a model under conditions. batch_tokens: see `plan.portions`. stop: ends long generation, see `drift.measure`.
+    """A plan for a model under conditions. batch_tokens: see `plan.batches`. stop: ends long generation, see `drift.measure`.
 
     Raises before anything runs if a context is too long for the model or too short for a task.
     """
@@ -50,7 +54,7 @@ class Suite:
                 self._check_room(generated(spec))
             elif is_drift(spec):
                 self._check_drift(spec)
-        limit = self.asker.limit_tokens
+        limit = context_limit(self.asker.model)
         if limit is None:
             return
         for spec in self.plan.tasks:
@@ -73,29 +77,25 @@ class Suite:
     def _prompt_tokens(self) -> dict[str, list[int]]:
         """Tokens of every problem's prompt, by set."""
         tokenizer = self.asker.tokenizer
-        return {spec: [len(chat_prompt(tokenizer, p.prompt)) for p in listed] for spec, listed in self.problems.items()}
+        return {spec: [len(chat_prompt(tokenizer, p.prompt)) for p in problems] for spec, problems in self.problems.items()}
 
     def counted_notes(self, rows: list[Row]) -> list[str]:
         """Notes after a run: conditions that attended to everything although the context is longer than they cover, because
         prompts are shorter than contexts. Once each."""
         most = {c.label: c.covered_tokens for c in self.conditions}
-        found: dict[str, list[str]] = {}
+        places: dict[str, list[str]] = {}
         for row in rows:
             if row.context is None or not row.whole:
                 continue
             longest = row.context + (self.plan.steps if is_drift(row.task) else 0)
             if longest > most.get(row.condition, longest):
-                found.setdefault(row.condition, []).append(f"{row.task} at {row.context:,} tokens")
-        return [f"{label}: attended to all of {', '.join(where)}, as full attention does" for label, where in found.items()]
+                places.setdefault(row.condition, []).append(f"{row.task} at {row.context:,} tokens")
+        return [f"{label}: attended to all of {', '.join(where)}, as full attention does" for label, where in places.items()]
 
     def notes(self) -> list[str]:
         """Notes before a run: conditions that are full attention at some context, once each. See also `counted_notes`."""
-        found = []
-        for condition in self.conditions[1:]:
-            covered = " and ".join(self._covered(condition.covered_tokens))
-            if covered:
-                found.append(f"{condition.label}: covers {covered} whole, so it is full attention there")
-        return found
+        covers = ((c.label, " and ".join(self._covered(c.covered_tokens))) for c in self.conditions[1:])
+        return [f"{label}: covers {parts} whole, so it is full attention there" for label, parts in covers if parts]
 
     def _covered(self, most: int) -> Iterator[str]:
         """Parts of the plan that a condition attends to completely, if it does so up to `most` tokens."""
@@ -113,88 +113,82 @@ class Suite:
             until = f" (with solutions up to {most:,} tokens in all)" if longest > most else ""
             yield f"the prompts of {', '.join(sets)}{until}"
 
-    def jobs(self) -> Iterator[Job]:
+    def samples(self) -> Iterator[Sample]:
         """Every sample, in the order in which they run."""
         plan = self.plan
         for spec in plan.tasks:
             if spec in self.problems:
                 for number in range(len(self.problems[spec])):
-                    yield from (Job(spec, None, number, attempt) for attempt in range(plan.attempts))
+                    yield from (Sample(spec, None, number, attempt) for attempt in range(plan.attempts))
             elif is_drift(spec):
                 texts = 1 if ":" in spec else plan.samples  # a file is one sample
-                yield from (Job(spec, context, number, 0) for context in plan.contexts for number in range(texts))
+                yield from (Sample(spec, context, number, 0) for context in plan.contexts for number in range(texts))
             else:
                 for context in plan.contexts:
-                    yield from self._jobs_of(generated(spec), context)
+                    yield from self._samples_of(generated(spec), context)
 
-    def _jobs_of(self, task: Task, context: int) -> Iterator[Job]:
+    def _samples_of(self, task: Task, context: int) -> Iterator[Sample]:
         """Samples of a generated task. Depths repeat, so that a run with fewer samples is the beginning of one with more."""
         depths = self.plan.depths if task.depths else (None,)
         numbered = enumerate(depth for _ in range(self.plan.samples) for depth in depths)
-        yield from (Job(task.spec, context, number, 0, depth) for number, depth in numbered)
+        yield from (Sample(task.spec, context, number, 0, depth) for number, depth in numbered)
 
-    def run(
-        self,
-        folder: RunFolder,
-        on_progress: Callable[[int, int, str], None] | None = None,
-        on_error: Callable[[str, Exception], None] | None = None,
-        on_record: Callable[[Record], None] | None = None,
-    ) -> None:
-        """Runs the missing samples of this process's share; every finished sample is stored at once.
-
-        on_progress: called with (samples done, samples in all, what runs now); a sample is one answer under one condition.
-        on_error: called with what ran and its error, then the run continues with the next condition; without it the error ends
-        the run. on_record: called with each stored record. Raises FolderInUseError while another process writes the same share.
-        """
-        for _ in self.pieces(folder, on_progress, on_error, on_record):
+    def run(self, folder: RunFolder, *callbacks: Any, **named_callbacks: Any) -> None:
+        """As `pieces`, to the end."""
+        for _ in self.pieces(folder, *callbacks, **named_callbacks):
             pass
 
     def missing(self, folder: RunFolder) -> Counter[Cell]:
         """Number of missing samples of this process's share, by (task, context, label of the condition)."""
-        works = share(self.works(), folder.shard)
-        asked = ((job, c) for work in works for c in work.conditions for job in work.jobs)
-        return Counter((job.task, job.context, c.label) for job, c in asked if job.key(c) not in folder.done)
+        batches = share(self.batches(), folder.shard)
+        samples = ((sample, c) for batch in batches for c in batch.conditions for sample in batch.samples)
+        return Counter((sample.task, sample.context, c.label) for sample, c in samples if sample.key(c) not in folder.done)
 
-    def works(self) -> list[Work]:
-        """All pieces of work, of all processes."""
-        return list(portions(self.jobs(), self.conditions, self.batch_tokens))
+    def batches(self) -> list[Batch]:
+        """All batches, of all processes."""
+        return list(batches(self.samples(), self.conditions, self.batch_tokens))
 
     def pieces(
         self,
         folder: RunFolder,
         on_progress: Callable[[int, int, str], None] | None = None,
-        on_error: Callable[[str, Exception], None] | None = None,
+        on_error: OnError | None = None,
         on_record: Callable[[Record], None] | None = None,
     ) -> Iterator[float]:
-        """As `run`, as a generator: before each piece it yields the share of finished pieces, in [0, 1). It may be closed
-        between two pieces."""
-        works = share(self.works(), folder.shard)
+        """Runs the missing samples of this process's share; every finished sample is stored at once. Before each batch
+        it yields the share of finished ones, in [0, 1), and may be closed.
+
+        on_progress: called with (samples done, samples in all, what runs now); a sample is one answer under one condition.
+        on_error: called with what ran and its error, then the run continues with the next condition; without it the error ends
+        the run. on_record: called with each stored record. Raises FolderInUseError while another process writes the same share.
+        """
+        batches = share(self.batches(), folder.shard)
         with folder.claimed():
-            total = sum(len(work.keys) for work in works)
-            done = total - sum(len(folder.missing(work.keys)) for work in works)
-            tell = on_progress or (lambda *_: None)
-            for number, work in enumerate(works):
+            total = sum(len(batch.keys) for batch in batches)
+            done = total - sum(len(folder.missing(batch.keys)) for batch in batches)
+            report = on_progress or (lambda *_: None)
+            for number, batch in enumerate(batches):
                 # A batch is answered completely if any sample is missing, because another batch could round differently.
-                missing = [c for c in work.conditions if folder.missing(job.key(c) for job in work.jobs)]
+                missing = [c for c in batch.conditions if folder.missing(sample.key(c) for sample in batch.samples)]
                 if not missing:
                     continue
-                yield number / len(works)
-                job = work.jobs[0]
-                where = job.task if job.context is None else f"{job.task} {job.context:,}"
-                tell(done, total, where)
-                for record in self.answer(work.jobs, missing, on_error):
+                yield number / len(batches)
+                sample = batch.samples[0]
+                where = sample.task if sample.context is None else f"{sample.task} {sample.context:,}"
+                report(done, total, where)
+                for record in self.answer(batch.samples, missing, on_error):
                     if key_of(record) not in folder.done:
                         folder.add(record)
                         done += 1
-                        tell(done, total, where)
+                        report(done, total, where)
                         if on_record is not None:
                             on_record(record)
 
     def answer(
-        self, jobs: tuple[Job, ...], missing: list[Condition], on_error: Callable[[str, Exception], None] | None = None
+        self, samples: tuple[Sample, ...], missing: list[Condition], on_error: OnError | None = None
     ) -> Iterator[Record]:
-        """Records of jobs that are answered together, under the conditions. on_error: see `run`."""
-        steps = self._steps(jobs, missing)
+        """Records of samples that are answered together, under the conditions. on_error: see `pieces`."""
+        steps = self._steps(samples, missing)
         label = "the prompt"
         while True:
             try:
@@ -205,28 +199,27 @@ class Suite:
             except Exception as error:
                 if on_error is None:
                     raise
-                on_error(f"{jobs[0].task} at {jobs[0].context}, sample {jobs[0].sample}, {label}", error)
+                on_error(f"{samples[0].task} at {samples[0].context}, sample {samples[0].number}, {label}", error)
 
-    def _steps(self, jobs: tuple[Job, ...], missing: list[Condition]) -> Iterator[tuple[str, Callable[[], list[Record]]]]:
+    def _steps(self, samples: tuple[Sample, ...], missing: list[Condition]) -> Iterator[tuple[str, Callable[[], list[Record]]]]:
         """(label, function that returns the records) for each condition; shared work is done before the first."""
-        job = jobs[0]
-        if is_drift(job.task):
-            yield "all conditions", partial(self._drift, job, missing)
+        sample = samples[0]
+        if is_drift(sample.task):
+            yield "all conditions", partial(self._drift, sample, missing)
             return
-        answer = (
-            self._solve(job, self.problems[job.task][job.sample]) if job.task in self.problems else self._ask(jobs, missing)
-        )
+        problems = self.problems.get(sample.task)
+        answer = self._ask(samples, missing) if problems is None else self._solve(sample, problems[sample.number])
         yield from ((condition.label, partial(answer, condition)) for condition in missing)
 
-    def _draw(self, job: Job) -> random.Random:
-        return random.Random(f"{self.plan.seed}/{job.task}/{job.context}/{job.sample}")
+    def _draw(self, sample: Sample) -> random.Random:
+        return random.Random(f"{self.plan.seed}/{sample.task}/{sample.context}/{sample.number}")
 
-    def _ask(self, jobs: tuple[Job, ...], missing: list[Condition]) -> Callable[[Condition], list[Record]]:
+    def _ask(self, samples: tuple[Sample, ...], missing: list[Condition]) -> Callable[[Condition], list[Record]]:
         """Reads the samples of one task and context once; returns a function that answers them under a condition."""
-        task, context = generated(jobs[0].task), jobs[0].context
+        task, context = generated(samples[0].task), samples[0].context
         assert context is not None
-        asked, turns = self.prompts(jobs)
-        readings = self.asker.read(asked, missing, context)
+        prompts, turns = self.prompts(samples)
+        readings = self.asker.read(prompts, missing, context)
 
         def answer(condition: Condition) -> list[Record]:
             cache = readings.fork(condition)
@@ -236,28 +229,28 @@ class Suite:
                 answers = self.asker.answer(readings, cache, task.answer_tokens)
             spent = costs(cache)
             return [
-                job.record(condition) | _scored(task, own, said) | spent | _seconds(said.prefill_seconds, said.decode_seconds)
-                for job, own, said in zip(jobs, turns, answers, strict=True)
+                sample.record(condition) | _scored(task, questions, answer) | spent
+                for sample, questions, answer in zip(samples, turns, answers, strict=True)
             ]
 
         return answer
 
-    def prompts(self, jobs: Iterable[Job]) -> tuple[list[list[int]], list[tuple[Turn, ...]]]:
+    def prompts(self, samples: Iterable[Sample]) -> tuple[list[list[int]], list[tuple[Turn, ...]]]:
         """Samples of generated tasks: token ids of each prompt, which ends with its first question, and all its questions."""
-        asked: list[list[int]] = []
+        prompts: list[list[int]] = []
         turns: list[tuple[Turn, ...]] = []
-        for job in jobs:
-            task = generated(job.task)
-            assert job.context is not None
-            document, own = self._made(task, job, self._room_tokens(task, job.context))
+        for sample in samples:
+            task = generated(sample.task)
+            assert sample.context is not None
+            document, questions = self._sample(task, sample, self._room_tokens(task, sample.context))
             prompt = DocumentPrompt.of(self.asker.tokenizer, document, task.instruction)
-            asked.append(prompt.ask(own[0].question) + self.asker.ids(own[0].opening))
-            turns.append(own)
-        return asked, turns
+            prompts.append(prompt.ask(questions[0].question) + self.asker.ids(questions[0].opening))
+            turns.append(questions)
+        return prompts, turns
 
-    def _made(self, task: Task, job: Job, room_tokens: int) -> tuple[str, tuple[Turn, ...]]:
+    def _sample(self, task: Task, sample: Sample, room_tokens: int) -> tuple[str, tuple[Turn, ...]]:
         """A sample's document, of at most `room_tokens` tokens, and its questions. Raises ParameterError if they do not fit."""
-        return task.make(Room(self.asker.count, room_tokens), self._draw(job), 0.5 if job.depth is None else job.depth)
+        return task.make(Room(self.asker.count, room_tokens), self._draw(sample), 0.5 if sample.depth is None else sample.depth)
 
     def _room_tokens(self, task: Task, context: int) -> int:
         """Tokens for the document: the context minus template, questions and answers."""
@@ -269,29 +262,29 @@ class Suite:
     def _check_room(self, task: Task) -> None:
         """Raises ParameterError, with the needed context, if one of the plan's contexts is too short for a task."""
         for context in sorted(self.plan.contexts):
-            first = next(self._jobs_of(task, context))
+            first = next(self._samples_of(task, context))
             # If half the room is enough for one sample, the whole room is enough for all, here and at longer contexts.
             if self._fits(task, [first], self._room_tokens(task, context) // 2):
                 return
-            if not self._fits(task, self._jobs_of(task, context), self._room_tokens(task, context)):
+            if not self._fits(task, self._samples_of(task, context), self._room_tokens(task, context)):
                 remedy = "Documents, questions and answers need room."
                 raise ParameterError("--context", f"{self._needed(task, context)} tokens for {task.spec}", context, remedy)
 
     def _check_drift(self, spec: str) -> None:
         """Raises ParameterError if the prompt, or a given text, is too short."""
-        given, shortest = ":" in spec, min(self.plan.contexts)
-        least = 2 if given else _LEAST_OF_DRIFT
+        has_text, shortest = ":" in spec, min(self.plan.contexts)
+        least = 2 if has_text else _LEAST_OF_DRIFT
         if shortest < least:
             raise ParameterError("--context", f"at least {least} tokens for {spec}", shortest, "The context is the prompt.")
-        if given:
+        if has_text:
             drift.prompt_of(spec, self.asker.tokenizer, max(self.plan.contexts), self.plan.steps, random.Random())
 
-    def _fits(self, task: Task, jobs: Iterable[Job], room_tokens: int) -> bool:
+    def _fits(self, task: Task, samples: Iterable[Sample], room_tokens: int) -> bool:
         if room_tokens < _LEAST_TOKENS:
             return False
         try:
-            for job in jobs:
-                self._made(task, job, room_tokens)
+            for sample in samples:
+                self._sample(task, sample, room_tokens)
         except ParameterError:
             return False
         return True
@@ -301,13 +294,10 @@ class Suite:
         context."""
 
         def fits(tokens: int, samples: int | None = None) -> bool:
-            return self._fits(task, islice(self._jobs_of(task, tokens), samples), self._room_tokens(task, tokens))
+            return self._fits(task, islice(self._samples_of(task, tokens), samples), self._room_tokens(task, tokens))
 
         def least(low: int, high: int, samples: int | None = None) -> int:
-            while high - low > 1:
-                middle = (low + high) // 2
-                low, high = (low, middle) if fits(middle, samples) else (middle, high)
-            return high
+            return low + 1 + bisect_left(range(low + 1, high), True, key=lambda tokens: fits(tokens, samples))
 
         high = context
         while not fits(high, 1):
@@ -315,52 +305,52 @@ class Suite:
                 return f"more than {high:,}"
             high *= 2
         # First with one sample, because counting the tokens of all takes long.
-        low = high = least(context - 1, high, 1)
+        high = least(context - 1, high, 1)
+        low = high - 1
         while not fits(high):
             low, high = high, high + max(1, high // 64)
         return f"at least {least(low, high):,}"
 
-    def _solve(self, job: Job, problem: Problem) -> Callable[[Condition], list[Record]]:
+    def _solve(self, sample: Sample, problem: Problem) -> Callable[[Condition], list[Record]]:
         """Returns a function that solves the problem under a condition."""
-        from kvrecall import engine
-
         ids = chat_prompt(self.asker.tokenizer, problem.prompt)
         # The same random draws under every condition.
-        seed = int.from_bytes(hashlib.sha256(f"{self.plan.seed}/{job.task}/{job.sample}/{job.attempt}".encode()).digest()[:4])
+        draw = hashlib.sha256(f"{self.plan.seed}/{sample.task}/{sample.number}/{sample.attempt}".encode())
+        seed = int.from_bytes(draw.digest()[:4])
 
         def solve(condition: Condition) -> list[Record]:
             cache = RetrievalCache(self.asker.model.config, condition.method, host_rows=self.asker.host_rows)
             cache.tokenizer = self.asker.tokenizer
-            result = engine.generate(
-                self.asker.model, self.asker.tokenizer, self.asker.tensor(ids), cache, max_new_tokens=self.plan.max_new_tokens,
-                chunk_tokens=self.asker.chunk_tokens, temperature=self.plan.temperature, top_p=self.plan.top_p, seed=seed,
-            )  # fmt: skip
+            sampling = {"temperature": self.plan.temperature, "top_p": self.plan.top_p, "seed": seed, "capture": None}
+            result = self.asker.generate(self.asker.tensor(ids), cache, self.plan.max_new_tokens, **sampling)
             assert result.texts is not None
-            text = result.texts[0]
-            given = problem.extract(text)
-            own = {"score": float(problem.same(given)), "answers": [text], "given": given}
-            own |= {"expected": [[problem.answer]], "prompt_tokens": len(ids), "new_tokens": len(result.new_tokens[0])}
+            answer = problem.extract(result.texts[0])
+            record = {
+                "score": float(problem.same(answer)), "answers": result.texts, "given": answer, "expected": [[problem.answer]],
+                "prompt_tokens": len(ids), "new_tokens": len(result.new_tokens[0]),
+            }  # fmt: skip
             spent = costs(cache) | _seconds(result.prefill_seconds, result.decode_seconds)
-            return [job.record(condition) | own | spent]
+            return [sample.record(condition) | record | spent]
 
         return solve
 
-    def _drift(self, job: Job, missing: list[Condition]) -> list[Record]:
-        assert job.context is not None
+    def _drift(self, sample: Sample, missing: list[Condition]) -> list[Record]:
+        assert sample.context is not None
         plan = self.plan
-        prompt, forced = drift.prompt_of(job.task, self.asker.tokenizer, job.context, plan.steps, self._draw(job))
+        prompt, forced = drift.prompt_of(sample.task, self.asker.tokenizer, sample.context, plan.steps, self._draw(sample))
         sizes = {"steps": plan.steps, "window": plan.window}
         measured = drift.measure(self.asker, prompt, missing, **sizes, forced=forced, stop=self.stop)
-        found = [(condition, measured[condition.label]) for condition in missing]
-        return [job.record(condition) | own.to_dict() for condition, own in found if own.windows]
+        drifts = [(condition, measured[condition.label]) for condition in missing]
+        return [sample.record(condition) | own.to_dict() for condition, own in drifts if own.windows]
 
 
-def _scored(task: Task, turns: tuple[Turn, ...], said: Conversation) -> Record:
-    scores = [task.score(text, turn) for text, turn in zip(said.texts, turns, strict=True)]
+def _scored(task: Task, turns: tuple[Turn, ...], answers: Conversation) -> Record:
+    scores = [task.score(text, turn) for text, turn in zip(answers.texts, turns, strict=True)]
     return {
-        "score": sum(scores) / len(scores), "scores": scores, "answers": said.texts,
-        "expected": [list(turn.answers) for turn in turns], "prompt_tokens": said.prompt_tokens, "new_tokens": said.new_tokens,
-    }  # fmt: skip
+        "score": sum(scores) / len(scores), "scores": scores, "answers": answers.texts,
+        "expected": [list(turn.answers) for turn in turns], "prompt_tokens": answers.prompt_tokens,
+        "new_tokens": answers.new_tokens,
+    } | _seconds(answers.prefill_seconds, answers.decode_seconds)  # fmt: skip
 
 
 def _seconds(prefill: float, decode: float) -> Record:

@@ -65,41 +65,38 @@ def attended_text(tokens: float | None, estimated: float | None) -> str:
 
 def groups(records: Iterable[Record], *names: str) -> dict[tuple[Any, ...], list[Record]]:
     """Records grouped by the values of some fields, in order of first appearance."""
-    found: dict[tuple[Any, ...], list[Record]] = {}
+    members: dict[tuple[Any, ...], list[Record]] = {}
     for record in records:
-        found.setdefault(tuple(record.get(name) for name in names), []).append(record)
-    return found
+        members.setdefault(tuple(record.get(name) for name in names), []).append(record)
+    return members
 
 
 def summarise(records: list[Record]) -> list[Row]:
     """One row per task, context and condition. Raises InputFileError for a sample without a score."""
     for record in records:
         if "score" not in record:
-            of = f"{record['task']!r} under {record['condition']!r}"
-            raise InputFileError("samples", f"one of {of} has no score", "Remove its line; the sample will be made again.")
-    found = groups(records, "task", "context", "condition")
-    rows = []
-    for (task, context, _), members in found.items():
-        full = {_sample(r): r for r in found.get((task, context, FULL), ())}
-        rows.append(_row(members, full))
-    return rows
+            cell = f"{record['task']!r} under {record['condition']!r}"
+            raise InputFileError("samples", f"one of {cell} has no score", "Remove its line; the sample will be made again.")
+    cells = groups(records, "task", "context", "condition")
+    full = {cell: {_sample(r): r for r in members} for cell, members in cells.items() if cell[2] == FULL}
+    return [_row(members, full.get((task, context, FULL), {})) for (task, context, _), members in cells.items()]
 
 
 def _row(members: list[Record], full: dict[tuple[Any, ...], Record]) -> Row:
     first = members[0]
     attempts = [[r["score"] for r in group] for group in groups(members, "sample").values()]
-    found = interval([fmean(scores) for scores in attempts])
+    mean = interval([fmean(scores) for scores in attempts])
     both = [(r["score"], full[_sample(r)]["score"]) for r in members if _sample(r) in full]
     most = min(map(len, attempts))
     passes = {k: fmean([pass_at_k(len(s), sum(map(int, s)), k) for s in attempts]) for k in _powers(most)} if most > 1 else {}
-    timed = [r for r in members if r.get("seconds") and r.get("new_tokens", 0) > 1]
+    answers = [r for r in members if r.get("seconds") and r.get("new_tokens", 0) > 1]
     # The first token of an answer belongs to prefill; a conversation has one such token per turn.
-    steps = sum(r["new_tokens"] - len(r.get("answers", ())) for r in timed)
-    seconds = sum(r["seconds"]["decode"] for r in timed)
+    steps = sum(r["new_tokens"] - len(r.get("answers", ())) for r in answers)
+    seconds = sum(r["seconds"]["decode"] for r in answers)
     return Row(
         first["task"], first.get("context"), first["condition"], first.get("method") or first["condition"], first.get("budget"),
         len(attempts),
-        *found, fmean([own - other for own, other in both]) if both else None,
+        *mean, fmean([own - other for own, other in both]) if both else None,
         _mean_of(members, "attended_tokens"), _mean_of(members, "estimated_units"),
         1e3 * seconds / steps if steps > 0 else None, passes, _whole(members, full),
     )  # fmt: skip
@@ -115,45 +112,44 @@ def _whole(members: list[Record], full: dict[tuple[Any, ...], Record]) -> bool:
 def attended_all(pairs: Iterable[tuple[float | None, float | None]]) -> bool:
     """Whether a method attended to as many tokens as full attention in every counted sample. pairs: (tokens, full attention's
     tokens) of each sample."""
-    counted = [pair for pair in pairs if pair != (None, None)]
-    return bool(counted) and all(own == whole for own, whole in counted)
+    counts = [pair for pair in pairs if pair != (None, None)]
+    return bool(counts) and all(tokens == whole for tokens, whole in counts)
 
 
 def heat_map(records: list[Record], task: str, condition: str) -> dict[tuple[float, int], float]:
     """Mean score by (depth, context)."""
-    kept = [r for r in records if (r["task"], r["condition"]) == (task, condition) and r.get("depth") is not None]
-    return {key: fmean([r["score"] for r in group]) for key, group in groups(kept, "depth", "context").items()}
+    deep = [r for r in records if (r["task"], r["condition"]) == (task, condition) and r.get("depth") is not None]
+    return {key: fmean([r["score"] for r in group]) for key, group in groups(deep, "depth", "context").items()}
 
 
 def rounds(records: list[Record]) -> dict[tuple[str, int, str], list[float]]:
     """Mean score of each turn, by (task, context, condition), for tasks with several turns (CTkvr, Table 5)."""
-    kept = [r for r in records if len(r.get("scores", ())) > 1]
+    conversations = [r for r in records if len(r.get("scores", ())) > 1]
     return {
         key: [fmean(turn) for turn in _side_by_side(group, "scores")]
-        for key, group in groups(kept, "task", "context", "condition").items()
+        for key, group in groups(conversations, "task", "context", "condition").items()
     }  # type: ignore[return-value]
 
 
 def windows(records: list[Record]) -> dict[tuple[str, int, str], list[dict[str, Any]]]:
     """Means over samples of each window of a long generation, by (task, context, condition)."""
-    found = {}
-    for key, group in groups([r for r in records if "windows" in r], "task", "context", "condition").items():
-        joined = []
-        for same in _side_by_side(group, "windows"):
-            recalls = [w["recall"] for w in same if w.get("recall") is not None]
-            means = {name: fmean([w[name] for w in same]) for name in ("agreement", "kl")}
-            joined.append({"first_step": same[0]["first_step"], **means, "recall": fmean(recalls) if recalls else None})
-        found[key] = joined
-    return found
+    long = [r for r in records if "windows" in r]
+    return {
+        key: [
+            {"first_step": same[0]["first_step"], **{name: _mean_of(same, name) for name in ("agreement", "kl", "recall")}}
+            for same in _side_by_side(group, "windows")
+        ]
+        for key, group in groups(long, "task", "context", "condition").items()
+    }  # type: ignore[return-value]
 
 
 def layer_recall(records: list[Record]) -> dict[str, dict[int, float]]:
     """Mean recall of each layer over the samples that have it, by condition."""
-    found = {}
+    recalls: dict[str, dict[int, float]] = {}
     for (condition,), group in groups([r for r in records if r.get("layers")], "condition").items():
         numbers = sorted({int(n) for r in group for n in r["layers"]})
-        found[condition] = {n: fmean([r["layers"][str(n)] for r in group if str(n) in r["layers"]]) for n in numbers}
-    return found
+        recalls[condition] = {n: fmean([r["layers"][str(n)] for r in group if str(n) in r["layers"]]) for n in numbers}
+    return recalls
 
 
 def _side_by_side(records: list[Record], name: str) -> Iterable[tuple[Any, ...]]:
@@ -161,8 +157,8 @@ def _side_by_side(records: list[Record], name: str) -> Iterable[tuple[Any, ...]]
     lengths = {len(record[name]) for record in records}
     if len(lengths) > 1:
         first = records[0]
-        of = f"{first['task']!r} under {first['condition']!r}"
-        raise InputFileError("samples", f"those of {of} have {min(lengths)} to {max(lengths)} {name}", "Make them again.")
+        cell = f"{first['task']!r} under {first['condition']!r}"
+        raise InputFileError("samples", f"those of {cell} have {min(lengths)} to {max(lengths)} {name}", "Make them again.")
     return zip(*(record[name] for record in records), strict=True)
 
 
@@ -175,7 +171,7 @@ def _powers(most: int) -> list[int]:
     return sorted({1 << i for i in range(most.bit_length()) if 1 << i <= most} | {most})
 
 
-def _mean_of(records: list[Record], name: str) -> float | None:
+def _mean_of(records: Iterable[Record], name: str) -> float | None:
     """Mean over the records that have the field; older ones may lack it."""
     values = [r[name] for r in records if r.get(name) is not None]
     return fmean(values) if values else None
@@ -205,8 +201,8 @@ def interval(scores: list[float]) -> Interval:
         return Interval(mean, None, None, "")
     if set(scores) <= {0, 1}:
         return Interval(mean, *wilson(mean, len(scores)), "wilson")
-    drawn = np.random.default_rng(0).choice(np.asarray(scores, dtype=np.float64), (RESAMPLES, len(scores)))
-    low, high = np.quantile(drawn.mean(1), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    means = np.random.default_rng(0).choice(np.asarray(scores, dtype=np.float64), (RESAMPLES, len(scores))).mean(1)
+    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Interval(mean, float(low), float(high), "bootstrap")
 
 

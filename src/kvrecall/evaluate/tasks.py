@@ -19,13 +19,13 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import islice, pairwise, takewhile
 from string import ascii_lowercase, ascii_uppercase
 from typing import Any
 
 from kvrecall.core.errors import ParameterError, UnknownNameError
 from kvrecall.core.texts import whole
-from kvrecall.evaluate.text import Count, haystack, made_up, names, numbers, vocabulary
+from kvrecall.evaluate.text import Count, distinct, haystack, made_up, names, numbers, vocabulary
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,10 @@ class Room:
     document_tokens: int
 
 
-Make = Callable[[Room, random.Random, float], tuple[str, tuple[Turn, ...]]]
-"""(room, draws, depth in [0, 1]) -> document and turns; the same draws give the same sample."""
+Document = tuple[str, tuple[Turn, ...]]
+"""A text and its questions."""
+Make = Callable[[Room, random.Random, float], Document]
+"""(room, draws, depth in [0, 1]) -> document; the same draws give the same sample."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +81,9 @@ def string_match_all(text: str, expected: Turn) -> float:
 
 def copied_share(text: str, expected: Turn) -> float:
     """Share of the expected words that a text repeats in order before its first mistake."""
-    wanted, given = expected.answers[0].split(), text.replace("</copy>", " ").split()
-    right = 0
-    while right < min(len(wanted), len(given)) and wanted[right] == given[right]:
-        right += 1
-    return right / len(wanted)
+    words, copy = expected.answers[0].split(), text.replace("</copy>", " ").split()
+    right = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(words, copy, strict=False))))
+    return right / len(words)
 
 
 _INSTRUCTION = "Some special magic numbers are hidden in the text above. Answer with the numbers alone."
@@ -98,83 +98,79 @@ _NOISE = "...."
 def niah(spec: str, _: int) -> Task:
     """One needle at a given depth."""
 
-    def make(room: Room, draw: random.Random, depth: float) -> tuple[str, tuple[Turn, ...]]:
+    def make(room: Room, draw: random.Random, depth: float) -> Document:
         (name,), (value,) = names(draw, 1), numbers(draw, 1)
         document = haystack(draw, room.count, room.document_tokens, [(depth, _needle(name, value))])
-        return document, (_ask([name], [value]),)
+        return document, (_question([name], [value]),)
 
     return Task(spec, make, string_match_all, 32, _INSTRUCTION, depths=True)
 
 
 def multikey(spec: str, keys: int) -> Task:
-    """`keys` needles in all; one of them is asked for."""
-    return _hidden(spec, keys, 32, lambda called, values: (_ask(called[:1], values[:1]),))
+    """`keys` needles in all, and a question about the first."""
+    return _needles(spec, keys, 32, lambda names, values: (_question(names[:1], values[:1]),))
 
 
 def multivalue(spec: str, count: int) -> Task:
     """One name with several numbers."""
-    return _hidden(spec, count, 16 + 12 * count, lambda called, values: (_ask(called[:1], values),), one_name=True)
+    return _needles(spec, count, 16 + 12 * count, lambda names, values: (_question(names[:1], values),), one_name=True)
 
 
 def multiquery(spec: str, count: int) -> Task:
-    """Several names asked for in one question."""
+    """Several names in one question."""
     room = 96 + 16 * count
-    return _hidden(spec, count, 16 + 20 * count, lambda called, values: (_ask(called, values),), question_tokens=room)
+    return _needles(spec, count, 16 + 20 * count, lambda names, values: (_question(names, values),), question_tokens=room)
 
 
 def multi_turn(spec: str, turns: int) -> Task:
     """One conversation about one document, a needle per turn."""
 
-    def ask(called: list[str], values: list[str]) -> tuple[Turn, ...]:
-        return tuple(_ask([name], [value]) for name, value in zip(called, values, strict=True))
+    def questions(names: list[str], values: list[str]) -> tuple[Turn, ...]:
+        return tuple(_question([name], [value]) for name, value in zip(names, values, strict=True))
 
-    return _hidden(spec, turns, 32, ask, turns=turns)
+    return _needles(spec, turns, 32, questions, turns=turns)
 
 
-def _hidden(
-    spec: str, count: int, answer_tokens: int, ask: Callable[[list[str], list[str]], tuple[Turn, ...]], *,
-    one_name: bool = False, **more: Any,
+def _needles(
+    spec: str, count: int, answer_tokens: int, questions: Callable[[list[str], list[str]], tuple[Turn, ...]], *,
+    one_name: bool = False, **options: Any,
 ) -> Task:  # fmt: skip
-    """`count` needles at random depths. ask: (names, numbers) -> questions. one_name: of all numbers."""
+    """`count` needles at random depths. questions: of names and numbers. one_name: all numbers have the same name."""
 
-    def make(room: Room, draw: random.Random, _: float) -> tuple[str, tuple[Turn, ...]]:
-        called, values = names(draw, 1 if one_name else count), numbers(draw, count)
-        called = called * count if one_name else called
-        passages = [(draw.random(), _needle(name, value)) for name, value in zip(called, values, strict=True)]
-        return haystack(draw, room.count, room.document_tokens, passages), ask(called, values)
+    def make(room: Room, draw: random.Random, _: float) -> Document:
+        subjects, values = names(draw, 1 if one_name else count), numbers(draw, count)
+        subjects = subjects * count if one_name else subjects
+        passages = [(draw.random(), _needle(name, value)) for name, value in zip(subjects, values, strict=True)]
+        return haystack(draw, room.count, room.document_tokens, passages), questions(subjects, values)
 
-    return Task(spec, make, string_match_all, answer_tokens, _INSTRUCTION, **more)
+    return Task(spec, make, string_match_all, answer_tokens, _INSTRUCTION, **options)
 
 
 def _needle(name: str, value: str) -> str:
     return f"One of the special magic numbers for {name} is: {value}."
 
 
-def _ask(called: list[str], values: list[str]) -> Turn:
-    said = ", ".join(called)
+def _question(names: list[str], values: list[str]) -> Turn:
+    subject = f"for {', '.join(names)} mentioned in the text"
     if len(values) == 1:
-        question = f"What is the special magic number for {said} mentioned in the text?"
-        return Turn(question, tuple(values), f" The special magic number for {said} mentioned in the text is")
-    question = f"What are all the special magic numbers for {said} mentioned in the text?"
-    return Turn(question, tuple(values), f" The special magic numbers for {said} mentioned in the text are")
+        return Turn(f"What is the special magic number {subject}?", tuple(values), f" The special magic number {subject} is")
+    question = f"What are all the special magic numbers {subject}?"
+    return Turn(question, tuple(values), f" The special magic numbers {subject} are")
 
 
 def variable_tracking(spec: str, hops: int) -> Task:
     """One chain of `hops` copies of a number: VAR A = 12345, VAR B = VAR A, …"""
 
-    def make(room: Room, draw: random.Random, _: float) -> tuple[str, tuple[Turn, ...]]:
-        called: list[str] = []
-        while len(called) <= hops:
-            name = "".join(draw.choices(ascii_uppercase, k=5))
-            called += [name] if name not in called else []
+    def make(room: Room, draw: random.Random, _: float) -> Document:
+        variables = distinct(hops + 1, lambda: "".join(draw.choices(ascii_uppercase, k=5)))
         (value,) = numbers(draw, 1, digits=5)
-        lines = [f"VAR {called[0]} = {value}."]
-        lines += [f"VAR {new} = VAR {old}." for old, new in pairwise(called)]
+        lines = [f"VAR {variables[0]} = {value}."]
+        lines += [f"VAR {new} = VAR {old}." for old, new in pairwise(variables)]
         depths = sorted(draw.random() for _ in lines)  # a copy never comes before its source
         document = haystack(draw, room.count, room.document_tokens, list(zip(depths, lines, strict=True)))
         question = f"Find all variables that are assigned the value {value} in the text above, directly or through others."
         opening = f" The {hops + 1} variables that are assigned the value {value} are"
-        return document, (Turn(question, tuple(called), opening),)
+        return document, (Turn(question, tuple(variables), opening),)
 
     instruction = "The text above hides chains of variable assignments. Answer with the names of the variables alone."
     return Task(spec, make, string_match_all, 16 + 10 * hops, instruction)
@@ -186,30 +182,30 @@ def common_words(spec: str, common: int) -> Task:
     Where the log's words are too few, made-up ones stand among the others.
     """
 
-    def make(room: Room, draw: random.Random, _: float) -> tuple[str, tuple[Turn, ...]]:
+    def make(room: Room, draw: random.Random, _: float) -> Document:
         words = draw.sample(vocabulary(), len(vocabulary()))
         often, others = words[:common], words[common:]
 
-        def listed(uncommon: int, frequencies: tuple[int, int]) -> str:
+        def numbered(uncommon: int, frequencies: tuple[int, int]) -> str:
             every = often * frequencies[0] + others[:uncommon] * frequencies[1]
             random.Random(uncommon).shuffle(every)
             return " ".join(f"{i}. {word}" for i, word in enumerate(every, 1))
 
-        for chosen in _FREQUENCIES:
-            most = _largest(lambda n, chosen=chosen: room.count(listed(n, chosen)), room.document_tokens, len(others))
+        for frequencies in _FREQUENCIES:
+            most = _largest(lambda n, f=frequencies: room.count(numbered(n, f)), room.document_tokens, len(others))
             if most >= common:
                 break
         else:
             expected = f"room for {common} common words and as many others"
             raise ParameterError("context", expected, room.document_tokens, "Give --context more tokens.")
-        if most == len(others) and room.count(listed(most, chosen)) < _FILLED * room.document_tokens:
-            more = made_up(draw)
-            while room.count(listed(len(others), chosen)) <= room.document_tokens:
-                others += islice(more, len(others))
-            most = _largest(lambda n: room.count(listed(n, chosen)), room.document_tokens, len(others))
-        while room.count(listed(most, chosen)) > room.document_tokens:  # another order may have a token or two more
+        if most == len(others) and room.count(numbered(most, frequencies)) < _FILLED * room.document_tokens:
+            invented = made_up(draw)
+            while room.count(numbered(len(others), frequencies)) <= room.document_tokens:
+                others += islice(invented, len(others))
+            most = _largest(lambda n: room.count(numbered(n, frequencies)), room.document_tokens, len(others))
+        while room.count(numbered(most, frequencies)) > room.document_tokens:  # another order may have a token or two more
             most -= 1
-        text = listed(most, chosen)
+        text = numbered(most, frequencies)
         question = f"What are the {common} most common words in the list above?"
         return text, (Turn(question, tuple(often), f" The {common} most common words in the list are:"),)
 
@@ -217,55 +213,52 @@ def common_words(spec: str, common: int) -> Task:
     return Task(spec, make, string_match_all, 16 + 10 * common, instruction)
 
 
-def frequent_words(spec: str, wanted: int) -> Task:
+def frequent_words(spec: str, count: int) -> Task:
     """Invented words with Zipf frequencies, the first of which is noise ("...."), as in RULER.
 
-    Where a word that is asked for would be as frequent as one that is not, it also stands in the place of one noise word.
+    Where a word of the answer would be as frequent as another one, it also stands in the place of one noise word.
     """
 
-    def make(room: Room, draw: random.Random, _: float) -> tuple[str, tuple[Turn, ...]]:
-        invented: list[str] = []
-        while len(invented) < 200:
-            word = "".join(draw.choices(ascii_lowercase, k=6))
-            invented += [word] if word not in invented else []
+    def make(room: Room, draw: random.Random, _: float) -> Document:
+        invented = distinct(200, lambda: "".join(draw.choices(ascii_lowercase, k=6)))
         weights = [rank**-_ZIPF for rank in range(1, len(invented) + 1)]
-        drawn = draw.choices([_NOISE, *invented[1:]], weights, k=2 * room.document_tokens)
-        most = _largest(lambda n: room.count(" ".join(drawn[:n])), room.document_tokens, len(drawn))
-        words = _without_tie(drawn[:most], wanted)
+        text = draw.choices([_NOISE, *invented[1:]], weights, k=2 * room.document_tokens)
+        most = _largest(lambda n: room.count(" ".join(text[:n])), room.document_tokens, len(text))
+        words = _without_tie(text[:most], count)
         while words and room.count(" ".join(words)) > room.document_tokens:  # a word may have more tokens than noise
             most -= 1
-            words = _without_tie(drawn[:most], wanted)
+            words = _without_tie(text[:most], count)
         if not words:
-            raise ParameterError("context", f"room for {wanted + 1} kinds of words", room.document_tokens, "Give it more.")
-        question = f"Do not count dots. What are the {wanted} most frequent words in the coded text above?"
-        opening = f" The {wanted} most frequent words are:"
-        return " ".join(words), (Turn(question, tuple(_ranked(words)[:wanted]), opening),)
+            raise ParameterError("context", f"room for {count + 1} kinds of words", room.document_tokens, "Give it more.")
+        question = f"Do not count dots. What are the {count} most frequent words in the coded text above?"
+        opening = f" The {count} most frequent words are:"
+        return " ".join(words), (Turn(question, tuple(_ranked(words)[:count]), opening),)
 
     instruction = "The text above is coded. Track how often each coded word appears in it."
-    return Task(spec, make, string_match_all, 16 + 10 * wanted, instruction)
+    return Task(spec, make, string_match_all, 16 + 10 * count, instruction)
 
 
 def _ranked(words: list[str]) -> list[str]:
     """Kinds of words but for noise, the most frequent first; equally frequent ones by the alphabet."""
-    counted = Counter(word for word in words if word != _NOISE)
-    return sorted(counted, key=lambda word: (-counted[word], word))
+    counts = Counter(word for word in words if word != _NOISE)
+    return sorted(counts, key=lambda word: (-counts[word], word))
 
 
-def _without_tie(words: list[str], wanted: int) -> list[str]:
-    """The words with each of the `wanted` most frequent kinds more frequent than any other: what ties takes the place of a
+def _without_tie(words: list[str], count: int) -> list[str]:
+    """The words with each of the `count` most frequent kinds more frequent than any other: what ties takes the place of a
     noise word. Empty if there are not kinds or noise enough."""
     ranked = _ranked(words)
-    if len(ranked) <= wanted:
+    if len(ranked) <= count:
         return []
-    counted = Counter(words)
-    tied = [word for word in ranked[:wanted] if counted[word] == counted[ranked[wanted]]]
+    counts = Counter(words)
+    ties = [word for word in ranked[:count] if counts[word] == counts[ranked[count]]]
     noise = [place for place, word in enumerate(words) if word == _NOISE]
-    if len(tied) > len(noise):
+    if len(ties) > len(noise):
         return []
-    mended = list(words)
-    for place, word in zip(random.Random(len(words)).sample(noise, len(tied)), tied, strict=True):
-        mended[place] = word
-    return mended
+    result = list(words)
+    for place, word in zip(random.Random(len(words)).sample(noise, len(ties)), ties, strict=True):
+        result[place] = word
+    return result
 
 
 def _largest(tokens: Callable[[int], int], room: int, limit: int) -> int:
@@ -281,25 +274,25 @@ def _largest(tokens: Callable[[int], int], room: int, limit: int) -> int:
 
 
 def json_kv(spec: str, digits: int) -> Task:
-    """A JSON object of random keys and values as large as fits; the value of one key is asked for.
+    """A JSON object of random keys and values as large as fits; the question is the value of one key.
 
     digits: of each, in hex. Where all such keys are used, keys of a digit more follow.
     """
 
-    def make(room: Room, draw: random.Random, _: float) -> tuple[str, tuple[Turn, ...]]:
+    def make(room: Room, draw: random.Random, _: float) -> Document:
         def word(digits: int) -> str:
             return f"{draw.getrandbits(4 * digits):0{digits}x}"
 
         pairs: dict[str, str] = {}
         tokens = 2
-        width, left = digits, 16**digits
+        width, unused = digits, 16**digits
         while tokens <= room.document_tokens:
-            if not left:
-                width, left = width + 1, 16 ** (width + 1)
+            if not unused:
+                width, unused = width + 1, 16 ** (width + 1)
             key, value = word(width), word(digits)
             if key in pairs:
                 continue
-            left -= 1
+            unused -= 1
             pairs[key] = value
             tokens += room.count(f'"{key}": "{value}",\n')
         text = json.dumps(pairs, indent=0)
@@ -318,7 +311,7 @@ def json_kv(spec: str, digits: int) -> Task:
 def copy(spec: str, words: int) -> Task:
     """Random words inside filler are to be repeated in order. words: how many."""
 
-    def make(room: Room, draw: random.Random, _: float) -> tuple[str, tuple[Turn, ...]]:
+    def make(room: Room, draw: random.Random, _: float) -> Document:
         passage = " ".join(draw.choices(vocabulary(), k=words))
         document = haystack(draw, room.count, room.document_tokens, [(draw.random(), f"<copy> {passage} </copy>")])
         return document, (Turn("Repeat all the words between <copy> and </copy>, in order.", (passage,), " <copy>"),)
@@ -328,7 +321,7 @@ def copy(spec: str, words: int) -> Task:
 
 
 @dataclass(frozen=True)
-class Known:
+class TaskType:
     """factory: (spec, argument) -> Task. argument: its default; meaning: of the argument, "" if there is none. least: of it."""
 
     factory: Callable[[str, int], Task]
@@ -340,16 +333,16 @@ class Known:
 
 
 KNOWN = {
-    "niah": Known(niah, "one needle in a haystack, over depths and lengths"),
-    "niah-multikey": Known(multikey, "one needle among many", 8, "needles in the text", 2, 64),
-    "niah-multivalue": Known(multivalue, "all numbers of one name", 4, "numbers of the name", 2, 64),
-    "niah-multiquery": Known(multiquery, "several needles in one question", 4, "needles asked for", 2, 64),
-    "multi-turn": Known(multi_turn, "a needle per turn of one conversation", 8, "turns", 2, 32),
-    "variable-tracking": Known(variable_tracking, "every variable of a chain of assignments", 4, "hops", 1, 32),
-    "common-words": Known(common_words, "words that stand often in a list", 10, "common words", 1, 50),
-    "frequent-words": Known(frequent_words, "the most frequent invented words", 3, "words asked for", 1, 20),
-    "json-kv": Known(json_kv, "the value of a key in a JSON object", 8, "hex digits of key and value", 2, 32),
-    "copy": Known(copy, "repeat a passage word for word", 100, "words to repeat", 2, 8192),
+    "niah": TaskType(niah, "one needle in a haystack, over depths and lengths"),
+    "niah-multikey": TaskType(multikey, "one needle among many", 8, "needles in the text", 2, 64),
+    "niah-multivalue": TaskType(multivalue, "all numbers of one name", 4, "numbers of the name", 2, 64),
+    "niah-multiquery": TaskType(multiquery, "several needles in one question", 4, "needles asked for", 2, 64),
+    "multi-turn": TaskType(multi_turn, "a needle per turn of one conversation", 8, "turns", 2, 32),
+    "variable-tracking": TaskType(variable_tracking, "every variable of a chain of assignments", 4, "hops", 1, 32),
+    "common-words": TaskType(common_words, "words that stand often in a list", 10, "common words", 1, 50),
+    "frequent-words": TaskType(frequent_words, "the most frequent invented words", 3, "words asked for", 1, 20),
+    "json-kv": TaskType(json_kv, "the value of a key in a JSON object", 8, "hex digits of key and value", 2, 32),
+    "copy": TaskType(copy, "repeat a passage word for word", 100, "words to repeat", 2, 8192),
 }
 
 
@@ -358,12 +351,12 @@ def generated(spec: str) -> Task:
     name, colon, argument = spec.partition(":")
     if name not in KNOWN:
         raise UnknownNameError("task", name, KNOWN)
-    known = KNOWN[name]
+    kind = KNOWN[name]
     if not colon:
-        return known.factory(spec, known.argument)
-    if not known.meaning:
+        return kind.factory(spec, kind.argument)
+    if not kind.meaning:
         raise ParameterError(f"task {name}", "no argument", argument, f"Write {name} alone.")
-    if not known.least <= whole(argument) <= known.most:
-        expected = f"{known.meaning}, an integer in [{known.least}, {known.most}]"
-        raise ParameterError(f"task {name}", expected, argument, f"For example {name}:{known.argument}.")
-    return known.factory(spec, int(argument))
+    if not kind.least <= whole(argument) <= kind.most:
+        expected = f"{kind.meaning}, an integer in [{kind.least}, {kind.most}]"
+        raise ParameterError(f"task {name}", expected, argument, f"For example {name}:{kind.argument}.")
+    return kind.factory(spec, int(argument))

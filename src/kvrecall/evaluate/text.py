@@ -39,22 +39,28 @@ def vocabulary() -> tuple[str, ...]:
 def made_up(draw: random.Random) -> Iterator[str]:
     """Words without end, all different and none of the vocabulary: the head of one of its words and the tail of another."""
     words = vocabulary()
-    known = set(words)
+    used = set(words)
     while True:
         head, tail = draw.choice(words), draw.choice(words)
         word = head[: len(head) // 2] + tail[len(tail) // 2 :]
-        while word in known:
+        while word in used:
             word += draw.choice(words)[-2:]
-        known.add(word)
+        used.add(word)
         yield word
 
 
 def names(draw: random.Random, count: int) -> list[str]:
     """Distinct two-word names such as "patient-lantern"."""
-    words, found = vocabulary(), dict[str, None]()
-    while len(found) < count:
-        found[f"{draw.choice(words)}-{draw.choice(words)}"] = None
-    return list(found)
+    words = vocabulary()
+    return distinct(count, lambda: f"{draw.choice(words)}-{draw.choice(words)}")
+
+
+def distinct(count: int, make: Callable[[], str]) -> list[str]:
+    """The first `count` different texts that `make` returns."""
+    texts: dict[str, None] = {}
+    while len(texts) < count:
+        texts[make()] = None
+    return list(texts)
 
 
 def numbers(draw: random.Random, count: int, digits: int = 7) -> list[str]:
@@ -68,12 +74,10 @@ def filler(draw: random.Random) -> Iterator[str]:
         yield from draw.sample(sentences(), len(sentences()))
 
 
-def haystack(
-    draw: random.Random, count: Count, room_tokens: int, passages: list[tuple[float, str]], hay: Iterator[str] | None = None
-) -> str:
+def haystack(draw: random.Random, count: Count, room_tokens: int, passages: list[tuple[float, str]]) -> str:
     """At most `room_tokens` tokens of filler with the passages at their depths (0: first, 1: last), each in one piece.
 
-    hay: pieces of filler; sentences of the log if left out. Raises ParameterError if the passages alone do not fit.
+    Raises ParameterError if the passages alone do not fit.
     """
     used = sum(count(f" {text}") for _, text in passages)
     if used > room_tokens:
@@ -81,7 +85,7 @@ def haystack(
         raise ParameterError("context", f"room for {used:,} tokens of passages", room_tokens, remedy)
     pieces: list[str] = []
     costs: dict[str, int] = {}
-    for piece in filler(draw) if hay is None else hay:
+    for piece in filler(draw):
         cost = costs.setdefault(piece, count(f" {piece}"))
         if used + cost > room_tokens:
             break

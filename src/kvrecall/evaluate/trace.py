@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TENSORS = ("keys", "values", "queries", "prompt_queries")
+_TABLE = ("cos", "sin", "partner")
 
 
 @dataclass(frozen=True)
@@ -69,23 +70,25 @@ class TraceInfo:
     text: str = ""
 
 
-Whole = Annotated[int, Field(ge=0, le=2**53)]
-
-
-class _Statistics(BaseModel):
-    """Layers with statistics and rotary embeddings; see `to_tensors`."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    layers: list[Whole]
-    rotaries: list[Whole]
-    tokens: list[Whole]
-
-
-class _Metadata(BaseModel):
-    """`TraceInfo` in a file; untrusted, so every field is checked."""
+class _Checked(BaseModel):
+    """Part of a file that anybody may have written."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+_Number = Annotated[int, Field(ge=0, le=2**53)]
+
+
+class _Calibration(_Checked):
+    """For each layer with statistics its number, the number of its rotary embedding's table, and the statistics' tokens."""
+
+    layers: list[_Number] = []
+    rotaries: list[_Number] = []
+    tokens: list[_Number] = []
+
+
+class _Metadata(_Checked):
+    """`TraceInfo` in a file."""
 
     model: str
     prompt_tokens: int = Field(ge=1)
@@ -93,7 +96,7 @@ class _Metadata(BaseModel):
     scaling: float = Field(gt=0)
     layers: list[Annotated[int, Field(ge=0)]] = Field(min_length=1)
     text: str = ""
-    calibration: _Statistics | None = None
+    calibration: _Calibration | None = None
 
 
 @dataclass(frozen=True)
@@ -109,61 +112,61 @@ class Trace:
         for number, layer in self.layers.items():
             for name in _TENSORS:
                 tensors[f"layer.{number}.{name}"] = getattr(layer, name).contiguous()
-        known = {number: layer.statistics for number, layer in self.layers.items() if layer.statistics is not None}
-        more, told = to_tensors(known, self.info.prompt_tokens + self.info.steps)
-        tensors |= more
-        metadata = {"kvrecall": json.dumps(asdict(self.info) | ({"calibration": told} if known else {}))}
-        write_tensors(path, tensors, metadata)
+        statistics = {number: layer.statistics for number, layer in self.layers.items() if layer.statistics is not None}
+        more, calibration = _to_tensors(statistics, self.info.prompt_tokens + self.info.steps)
+        metadata = asdict(self.info) | ({"calibration": calibration.model_dump()} if statistics else {})
+        write_tensors(path, tensors | more, {"kvrecall": json.dumps(metadata)})
 
     @staticmethod
     def load(path: Path) -> Trace:
         """Reads what `save` wrote; raises InputFileError for anything else."""
         try:
             with safe_open(path, framework="pt") as file:
-                told = (file.metadata() or {}).get("kvrecall")
-                if told is None:
+                text = (file.metadata() or {}).get("kvrecall")
+                if text is None:
                     raise ValueError("its metadata names no model and no layers")
-                held = _Metadata.model_validate(parse_json(told)).model_dump()
-                calibration = held.pop("calibration")
-                held["layers"] = tuple(dict.fromkeys(held["layers"]))
-                info = TraceInfo(**held)
+                metadata = _Metadata.model_validate(parse_json(text))
+                numbers = tuple(dict.fromkeys(metadata.layers))
+                info = TraceInfo(**metadata.model_dump(exclude={"layers", "calibration"}), layers=numbers)
                 layers = {n: _layer(file, n, info) for n in info.layers}
-                if calibration is not None:
-                    shapes = {n: (layer.keys.shape[0], layer.keys.shape[2]) for n, layer in layers.items()}
-                    known = from_file(file, calibration, shapes, info.prompt_tokens + info.steps)
-                    layers = {n: replace(layer, statistics=known.get(n)) for n, layer in layers.items()}
+                if metadata.calibration is not None:
+                    statistics = _from_file(file, metadata.calibration, layers)
+                    layers = {n: replace(layer, statistics=statistics.get(n)) for n, layer in layers.items()}
         except Exception as error:  # safetensors raises its own types for a broken file
-            said = first_mistake(error) if isinstance(error, ValidationError) else error
-            raise InputFileError(path, f"not a trace ({said})", "Make one with `kvrecall trace`.") from None
+            problem = first_mistake(error) if isinstance(error, ValidationError) else error
+            raise InputFileError(path, f"not a trace ({problem})", "Make one with `kvrecall trace`.") from None
         return Trace(info, layers)
 
 
 def _layer(file: Any, number: int, info: TraceInfo) -> LayerTrace:
     """A layer of an open file; raises ValueError if its tensors do not match the metadata."""
-    there = set(file.keys())
+    names = set(file.keys())
     for name in _TENSORS:
-        if f"layer.{number}.{name}" not in there:
+        if f"layer.{number}.{name}" not in names:
             raise ValueError(f"layer {number} has no {name}")
-    read = LayerTrace(*(file.get_tensor(f"layer.{number}.{name}") for name in _TENSORS))
-    if read.keys.ndim != 3 or read.queries.ndim != 3 or read.prompt_queries.ndim != 3:
+    layer = LayerTrace(*(file.get_tensor(f"layer.{number}.{name}") for name in _TENSORS))
+    if layer.keys.ndim != 3 or layer.queries.ndim != 3 or layer.prompt_queries.ndim != 3:
         raise ValueError(f"layer {number}: expected tensors of three dimensions")
-    (heads, _, dim), query_heads, watched = read.keys.shape, read.queries.shape[1], read.prompt_queries.shape[1]
+    (heads, _, dim), query_heads = layer.keys.shape, layer.queries.shape[1]
     if not (heads and dim and query_heads) or query_heads % heads:
         raise ValueError(f"layer {number}: {query_heads} query heads of {dim} numbers do not share {heads} KV heads")
-    tokens = info.prompt_tokens + info.steps
-    expected = {
-        "keys": (heads, tokens, dim), "values": (heads, tokens, dim), "queries": (info.steps, query_heads, dim),
-        "prompt_queries": (query_heads, min(watched, info.prompt_tokens), dim),
-    }  # fmt: skip
-    for name, shape in expected.items():
-        tensor = getattr(read, name)
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"layer {number}: expected {name} of shape {list(shape)}, got {list(tensor.shape)}")
-        if tensor.dtype != read.keys.dtype or tensor.dtype not in _DTYPES:
-            raise ValueError(f"layer {number}: expected {name} of one floating dtype as the keys, got {tensor.dtype}")
-        if not tensor.isfinite().all():
-            raise ValueError(f"layer {number}: {name} contain NaN or infinity")
-    return read
+    if layer.keys.dtype not in _DTYPES:
+        raise ValueError(f"layer {number}: expected keys of a floating dtype, got {layer.keys.dtype}")
+    tokens, window = info.prompt_tokens + info.steps, min(layer.prompt_queries.shape[1], info.prompt_tokens)
+    shapes = (heads, tokens, dim), (heads, tokens, dim), (info.steps, query_heads, dim), (query_heads, window, dim)
+    for name, shape in zip(_TENSORS, shapes, strict=True):
+        _check(f"layer {number}: ", name, getattr(layer, name), layer.keys.dtype, shape)
+    return layer
+
+
+def _check(place: str, name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Raises ValueError for a tensor of another shape or dtype, or with NaN or infinity."""
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{place}expected {name} of shape {list(shape)}, got {list(tensor.shape)}")
+    if tensor.dtype != dtype:
+        raise ValueError(f"{place}expected {name} of {dtype}, got {tensor.dtype}")
+    if not tensor.isfinite().all():
+        raise ValueError(f"{place}tensor {name} contains NaN or infinity")
 
 
 @torch.inference_mode()
@@ -190,27 +193,30 @@ def capture(
     cache = RetrievalCache(model.config, Full())
     numbers = [layer.number for layer in cache.retrieval_layers]
     chosen = tuple(numbers) if layers is None else layers
-    unknown = sorted(set(chosen) - set(numbers))
-    if unknown:
+    if unknown := sorted(set(chosen) - set(numbers)):
         raise ParameterError("layers", f"full-attention layers among {numbers[0]}..{numbers[-1]}", unknown, "Choose others.")
     if input_ids.shape[0] != 1 or input_ids.shape[1] < 2 or steps < 1:
         raise ParameterError(
             "prompt", "one sequence of 2 tokens or more, and 1 step or more", list(input_ids.shape), "Trace one prompt."
         )
+    prompt_tokens = input_ids.shape[1] - 1
     total = input_ids.shape[1] + steps
-    tell = None if on_progress is None else (lambda done, _: on_progress(done, total))
+    report = on_progress or (lambda *_: None)
     queries: dict[int, list[Tensor]] = {n: [] for n in chosen}
-    prompt: dict[int, Tensor] = {}
+    prompt_queries: dict[int, Tensor] = {}
 
-    def remember(number: int, seen: Tensor) -> None:
+    def on_prompt(number: int, chunk: Tensor) -> None:
         if number in queries and observe_queries:
-            before = prompt.get(number, seen[0, :, :0].cpu())
-            prompt[number] = torch.cat([before, seen[0].cpu()], 1)[:, -observe_queries:].clone()
+            before = prompt_queries.get(number, chunk[0, :, :0].cpu())
+            prompt_queries[number] = torch.cat([before, chunk[0].cpu()], 1)[:, -observe_queries:].clone()
 
-    known = statistics_of(model, tokenizer)
-    cache.on_queries = remember
-    prefill(model, input_ids[:, :-1], cache, chunk_tokens=chunk_tokens, on_progress=tell, expect_tokens=total)
-    statistics = frozen({n: known.layers[n] for n in chosen if n in known.layers}, input_ids.shape[1] - 1 + steps)
+    model_statistics = statistics_of(model, tokenizer).layers
+    cache.on_queries = on_prompt
+    prefill(
+        model, input_ids[:, :-1], cache, chunk_tokens=chunk_tokens, on_progress=lambda done, _: report(done, total),
+        expect_tokens=total,
+    )  # fmt: skip
+    statistics = _frozen({n: model_statistics[n] for n in chosen if n in model_statistics}, prompt_tokens + steps)
     cache.on_queries = lambda n, q: queries[n].append(q[0, :, 0].cpu().clone()) if n in queries else None
     token = input_ids[:, -1:]
     with attach(model):
@@ -218,25 +224,18 @@ def capture(
             out = model(input_ids=token, **cache_argument(cache), use_cache=True)
             greedy = out.logits[:, -1:].argmax(-1)
             token = greedy if forced is None or step >= len(forced) else torch.full_like(greedy, forced[step])
-            if tell:
-                tell(input_ids.shape[1] + step + 1, total)
-    captured = {}
+            report(input_ids.shape[1] + step + 1, total)
+    traces = {}
     for layer in cache.retrieval_layers:
         if layer.number in queries and layer.state is not None:
             rows = torch.cat([block.cpu() for block in layer.state.store.blocks(0)], 1)
             decoded = torch.stack(queries[layer.number])
-            watched = prompt.get(layer.number, decoded.new_empty(decoded.shape[1], 0, decoded.shape[2]))
-            captured[layer.number] = LayerTrace(
-                rows[:, :, 0], rows[:, :, 1], decoded, watched, statistics.get(layer.number)
-            )  # fmt: skip
+            window = prompt_queries.get(layer.number, decoded.new_empty(decoded.shape[1], 0, decoded.shape[2]))
+            traces[layer.number] = LayerTrace(rows[:, :, 0], rows[:, :, 1], decoded, window, statistics.get(layer.number))
     # The last prompt token is the first query, so the position of a query is prompt - 1 + step.
-    scaling = float(getattr(_first_attention(model), "scaling", cache.signature.head_dim**-0.5))
-    info = TraceInfo(name or cache.signature.model_type, input_ids.shape[1] - 1, steps, scaling, chosen, text)
-    return Trace(info, captured)
-
-
-def _first_attention(model: PreTrainedModel) -> torch.nn.Module:
-    return next((m for m in model.modules() if hasattr(m, "scaling") and hasattr(m, "layer_idx")), model)
+    attention = next((m for m in model.modules() if hasattr(m, "scaling") and hasattr(m, "layer_idx")), model)
+    scaling = float(getattr(attention, "scaling", cache.signature.head_dim**-0.5))
+    return Trace(TraceInfo(name or cache.signature.model_type, prompt_tokens, steps, scaling, chosen, text), traces)
 
 
 class TableRotary(Rotary):
@@ -255,66 +254,49 @@ class TableRotary(Rotary):
         return not bool(self._sin.any()) and bool((self._cos == 1).all())
 
 
-def frozen(known: Mapping[int, LayerStatistics], positions: int) -> dict[int, LayerStatistics]:
+def _frozen(statistics: Mapping[int, LayerStatistics], positions: int) -> dict[int, LayerStatistics]:
     """Statistics by layer without a model. positions: length of the tables. Layers with the same rotary embedding share a
     table."""
-    tables: dict[int, TableRotary] = {}
-    made = {}
-    for number, layer in known.items():
-        rotary = layer.rotary
-        if id(rotary) not in tables:
-            tables[id(rotary)] = TableRotary(*rotary.cos_sin(0, positions), rotary.partner)
-        made[number] = LayerStatistics(tables[id(rotary)], layer.keys)
-    return made
+    tables = {id(layer.rotary): layer.rotary for layer in statistics.values()}
+    tables = {key: TableRotary(*rotary.cos_sin(0, positions), rotary.partner) for key, rotary in tables.items()}
+    return {number: LayerStatistics(tables[id(layer.rotary)], layer.keys) for number, layer in statistics.items()}
 
 
-def to_tensors(known: Mapping[int, LayerStatistics], positions: int) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
-    """(tensors of a file, `calibration` of its metadata: per layer the number, its table's number and its tokens)."""
+def _to_tensors(statistics: Mapping[int, LayerStatistics], positions: int) -> tuple[dict[str, Tensor], _Calibration]:
+    """Tensors of a file, and what its metadata say about them."""
     tensors: dict[str, Tensor] = {}
-    numbers: dict[int, int] = {}
-    told: dict[str, list[int]] = {"layers": [], "rotaries": [], "tokens": []}
-    for number, layer in known.items():
-        rotary, statistics = layer.rotary, layer.keys
-        table = numbers.setdefault(id(rotary), len(numbers))
-        if f"rotary.{table}.cos" not in tensors:
-            cos, sin = rotary.cos_sin(0, positions)
-            partner = rotary.partner.contiguous().clone()
-            tensors |= {
-                f"rotary.{table}.cos": cos.clone(),
-                f"rotary.{table}.sin": sin.clone(),
-                f"rotary.{table}.partner": partner,
-            }
+    tables: dict[int, int] = {}
+    calibration = _Calibration()
+    for number, layer in statistics.items():
+        table = tables.setdefault(id(layer.rotary), len(tables))
+        for name, tensor in zip(_TABLE, (*layer.rotary.cos_sin(0, positions), layer.rotary.partner), strict=True):
+            tensors[f"rotary.{table}.{name}"] = tensor.contiguous().clone()
         for name in KEPT_TENSORS:
-            tensors[f"layer.{number}.{name}"] = getattr(statistics, name).float().contiguous()
-        told["layers"].append(number)
-        told["rotaries"].append(table)
-        told["tokens"].append(statistics.tokens)
-    return tensors, told
+            tensors[f"layer.{number}.{name}"] = getattr(layer.keys, name).float().contiguous()
+        calibration.layers.append(number)
+        calibration.rotaries.append(table)
+        calibration.tokens.append(layer.keys.tokens)
+    return tensors, calibration
 
 
-def from_file(
-    file: Any, told: Mapping[str, list[int]], shapes: Mapping[int, tuple[int, int]], positions: int
-) -> dict[int, LayerStatistics]:
-    """Statistics of an open file by layer. told: from `to_tensors`. shapes: (KV heads, D) by layer.
-
-    Raises ValueError for tensors that do not match the rest of the file.
-    """
-    if not len(told["layers"]) == len(told["rotaries"]) == len(told["tokens"]):
+def _from_file(file: Any, calibration: _Calibration, layers: Mapping[int, LayerTrace]) -> dict[int, LayerStatistics]:
+    """Statistics of an open file by layer. Raises ValueError for tensors that do not match the rest of the file."""
+    if not len(calibration.layers) == len(calibration.rotaries) == len(calibration.tokens):
         raise ValueError("calibration: expected lists of one length")
     tables: dict[tuple[int, int], TableRotary] = {}
-    made = {}
-    for number, table, tokens in zip(told["layers"], told["rotaries"], told["tokens"], strict=True):
-        if number not in shapes:
+    statistics = {}
+    for number, table, tokens in zip(calibration.layers, calibration.rotaries, calibration.tokens, strict=True):
+        if number not in layers:
             raise ValueError(f"calibration: expected layers of the trace, got {number}")
-        heads, dim = shapes[number]
+        heads, positions, dim = layers[number].keys.shape
         if (table, dim) not in tables:
             tables[table, dim] = _table(file, f"rotary.{table}", positions, dim)
         parts = [
             _tensor(file, f"layer.{number}.{name}", torch.float32, (heads, *[dim] * dims)).double()
             for name, dims in KEPT_TENSORS.items()
         ]
-        made[number] = LayerStatistics(tables[table, dim], KeyStatistics(tokens, *parts))
-    return made
+        statistics[number] = LayerStatistics(tables[table, dim], KeyStatistics(tokens, *parts))
+    return statistics
 
 
 def _table(file: Any, name: str, positions: int, dim: int) -> TableRotary:
@@ -328,12 +310,6 @@ def _table(file: Any, name: str, positions: int, dim: int) -> TableRotary:
 def _tensor(file: Any, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     if name not in file.keys():  # noqa: SIM118 - not a dict
         raise ValueError(f"there is no {name}")
-    held = tuple(file.get_slice(name).get_shape())
-    if held != shape:
-        raise ValueError(f"expected {name} of shape {list(shape)}, got {list(held)}")
     tensor = file.get_tensor(name)
-    if tensor.dtype != dtype:
-        raise ValueError(f"expected {name} of {dtype}, got {tensor.dtype}")
-    if not tensor.isfinite().all():
-        raise ValueError(f"{name} contains NaN or infinity")
+    _check("", name, tensor, dtype, shape)
     return tensor

@@ -13,6 +13,7 @@ problem, solved by dynamic programming. 3. The finished method is replayed as a 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -64,29 +65,30 @@ def watch_queries(
 ) -> dict[int, Tensor]:  # fmt: skip
     """Post-RoPE queries `[T, H_q, D]` of every full-attention layer for a text `[1, T]`, on the CPU."""
     cache = RetrievalCache(model.config, Full())
-    seen: dict[int, list[Tensor]] = {layer.number: [] for layer in cache.retrieval_layers}
-    cache.on_queries = lambda number, queries: seen[number].append(queries[0].transpose(0, 1).cpu().clone())
+    chunks: dict[int, list[Tensor]] = {layer.number: [] for layer in cache.retrieval_layers}
+    cache.on_queries = lambda number, queries: chunks[number].append(queries[0].transpose(0, 1).cpu().clone())
     prefill(model, input_ids, cache, chunk_tokens=chunk_tokens, on_progress=on_progress, expect_tokens=input_ids.shape[1])
-    return {number: torch.cat(parts) for number, parts in seen.items()}
+    return {number: torch.cat(parts) for number, parts in chunks.items()}
 
 
 @dataclass(frozen=True)
-class _Watching(Asker):
+class _QueryRecorder(Asker):
     """Records the queries of its answers' decode steps: per layer a list per answer, with a list per step."""
 
-    seen: dict[int, list[list[Tensor]]] = field(default_factory=dict)
+    queries: dict[int, list[list[Tensor]]] = field(default_factory=dict)
 
-    def _generate(self, ids: Tensor, cache: RetrievalCache, answer_tokens: int, mask: Tensor | None = None) -> GenerateResult:
+    def generate(self, ids: Tensor, cache: RetrievalCache, answer_tokens: int, **options: Any) -> GenerateResult:
+        """As the base class's."""
         for layer in cache.retrieval_layers:
-            self.seen.setdefault(layer.number, []).append([])
+            self.queries.setdefault(layer.number, []).append([])
 
-        def keep(number: int, queries: Tensor) -> None:
+        def on_queries(number: int, queries: Tensor) -> None:
             # The last tokens of a question are a chunk, so the first step has no query before it.
             if not cache.prefilling:
-                self.seen[number][-1].append(queries[0, :, 0].cpu().clone())
+                self.queries[number][-1].append(queries[0, :, 0].cpu().clone())
 
-        cache.on_queries = keep
-        return super()._generate(ids, cache, answer_tokens, mask)
+        cache.on_queries = on_queries
+        return super().generate(ids, cache, answer_tokens, **options)
 
 
 def watch_answers(
@@ -96,16 +98,16 @@ def watch_answers(
 
     Per layer a tensor `[steps, H_q, D]` for each answer (each turn of a conversation). on_progress: (samples done, in all).
     """
-    watching = _Watching(asker.model, asker.tokenizer, asker.chunk_tokens)  # uncaptured, to see queries
-    suite = Suite(plan, watching, [Condition(FULL, Full(), None)])
-    jobs = list(suite.jobs())
-    for done, job in enumerate(jobs):
+    recorder = _QueryRecorder(asker.model, asker.tokenizer, asker.chunk_tokens)  # uncaptured, to see queries
+    suite = Suite(plan, recorder, [Condition(FULL, Full(), None)])
+    samples = list(suite.samples())
+    for done, sample in enumerate(samples):
         if on_progress:
-            on_progress(done, len(jobs))
-        list(suite.answer((job,), suite.conditions))
+            on_progress(done, len(samples))
+        list(suite.answer((sample,), suite.conditions))
     if on_progress:
-        on_progress(len(jobs), len(jobs))
-    return {number: [torch.stack(steps) for steps in parts if steps] for number, parts in watching.seen.items()}
+        on_progress(len(samples), len(samples))
+    return {number: [torch.stack(steps) for steps in parts if steps] for number, parts in recorder.queries.items()}
 
 
 def calibrate(
@@ -123,19 +125,19 @@ def calibrate(
     per_layer: a tau for every layer, each with that stride; with one tau for all, few layers make most searches.
     """
     trigger = trigger or SemanticBoundary()
-    kept = {n: _floats(q) for n, q in queries.items() if n not in dense_layers}
-    steps = min(map(_steps, kept.values()), default=0)
+    sparse = {n: _floats(q) for n, q in queries.items() if n not in dense_layers}
+    steps = min(map(_steps, sparse.values()), default=0)
     if steps < 2:
         raise ParameterError("queries", "2 tokens or more in a layer that is not dense", steps, "Give more text.")
-    check_stride(stride, min(_steps(q) / len(q) for q in kept.values()))
+    check_stride(stride, min(_steps(q) / len(q) for q in sparse.values()))
     if per_layer:
-        single = {n: _smallest({n: q}, stride, trigger) for n, q in kept.items()}
-        found = tuple(single.get(n, 0.0) for n in range(max(single) + 1))
+        thresholds = {n: _smallest({n: q}, stride, trigger) for n, q in sparse.items()}
+        threshold = tuple(thresholds.get(n, 0.0) for n in range(max(thresholds) + 1))
     else:
-        found = _smallest(kept, stride, trigger)
-    chosen = replace(trigger, threshold=found)
-    layers = {n: _mean_stride({n: q}, chosen) for n, q in kept.items()}
-    return Calibration(found, _mean_stride(kept, chosen), layers)
+        threshold = _smallest(sparse, stride, trigger)
+    trigger = replace(trigger, threshold=threshold)
+    layers = {n: _mean_stride({n: q}, trigger) for n, q in sparse.items()}
+    return Calibration(threshold, _mean_stride(sparse, trigger), layers)
 
 
 def check_stride(stride: float, longest: float = math.inf) -> None:
@@ -162,14 +164,11 @@ def _steps(queries: list[Tensor]) -> int:
 
 
 def _smallest(queries: dict[int, list[Tensor]], stride: float, trigger: SemanticBoundary) -> float:
-    low, high = -1000, 1000  # thousandths; a higher tau searches more often
-    while low < high:
-        middle = (low + high) // 2
-        if _mean_stride(queries, replace(trigger, threshold=middle / 1000)) <= stride:
-            high = middle
-        else:
-            low = middle + 1
-    return low / 1000
+    def searches_enough(thousandths: int) -> bool:
+        return _mean_stride(queries, replace(trigger, threshold=thousandths / 1000)) <= stride
+
+    # A higher tau searches more often.
+    return (bisect_left(range(-1000, 1000), True, key=searches_enough) - 1000) / 1000
 
 
 def _mean_stride(queries: dict[int, list[Tensor]], trigger: SemanticBoundary) -> float:
@@ -222,9 +221,9 @@ class Tuned:
 
     def to_dict(self) -> dict[str, Any]:
         """As a JSON-able dictionary, without the method."""
-        told = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("method", "layers")}
-        told = {name: round(value, 4) if isinstance(value, float) else value for name, value in told.items()}
-        return told | {"layers": [asdict(layer) for layer in self.layers]}
+        numbers = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("method", "layers")}
+        numbers = {name: round(value, 4) if isinstance(value, float) else value for name, value in numbers.items()}
+        return numbers | {"layers": [asdict(layer) for layer in self.layers]}
 
 
 def tune(
@@ -246,22 +245,22 @@ def tune(
         if on_progress:
             on_progress(done, len(trace.info.layers))
         options[number] = list(_options(trace, number, method))
-    options = {n: [o for o in each if o.mass >= floor] for n, each in options.items()}
-    chosen = choose(options, mass)
+    options = {n: [o for o in layer if o.mass >= floor] for n, layer in options.items()}
+    choice = choose(options, mass)
     uniform = _uniform(options, mass)
     # Dense layers of the method stay dense; layers without a replay do not change.
-    dense = tuple(sorted({*method.dense_layers, *(n for n, o in chosen.items() if o.settings is None)}))
-    layers = {n: dict(o.settings) for n, o in chosen.items() if o.settings is not None}
+    dense = tuple(sorted({*method.dense_layers, *(n for n, o in choice.items() if o.settings is None)}))
+    layers = {n: dict(o.settings) for n, o in choice.items() if o.settings is not None}
     tuned = replace(method, dense_layers=dense, per_layer={**dict(method.per_layer), **layers})
-    found = replay(trace, tuned)
+    reports = replay(trace, tuned)
     if on_progress:
         on_progress(len(options), len(options))
     choices = [
-        LayerChoice(n, _settings(o), round(r.mass, 4), o.step_bytes, _needs(trace, n, tuned, mass))
-        for (n, o), r in zip(chosen.items(), found, strict=False)
+        LayerChoice(n, layers.get(n), round(r.mass, 4), o.step_bytes, _needs(trace, n, tuned, mass))
+        for (n, o), r in zip(choice.items(), reports, strict=False)
     ]
-    full = sum(_zone_bytes(trace, n, method) for n in chosen)
-    return Tuned(tuned, found[-1].mass, sum(o.step_bytes for o in chosen.values()), full, *uniform, choices)
+    full = sum(_zone_bytes(trace, n, method) for n in choice)
+    return Tuned(tuned, reports[-1].mass, sum(o.step_bytes for o in choice.values()), full, *uniform, choices)
 
 
 def check(method: Method, mass: float, floor: float | None, stride: float | None) -> None:
@@ -281,10 +280,6 @@ def check(method: Method, mass: float, floor: float | None, stride: float | None
             )
 
 
-def _settings(option: Option) -> dict[str, Any] | None:
-    return None if option.settings is None else dict(option.settings)
-
-
 def choose(options: dict[int, list[Option]], mass: float) -> dict[int, Option]:
     """The options, one per layer, with the least bytes whose mean mass is at least `mass`; one of each layer's has mass 1.
 
@@ -292,16 +287,16 @@ def choose(options: dict[int, list[Option]], mass: float) -> dict[int, Option]:
     """
     units = np.arange(math.ceil(mass * len(options) * _UNITS - 1e-6) + 1)
     cost = np.where(units == 0, 0.0, np.inf)
-    taken = []
-    for each in options.values():
-        tried = np.stack([cost[np.maximum(units - _units(o), 0)] + o.step_bytes for o in each])
-        taken.append(tried.argmin(0))
-        cost = tried.min(0)
-    left, chosen = units[-1], {}
-    for (number, each), picks in zip(reversed(options.items()), reversed(taken), strict=True):
-        chosen[number] = each[picks[left]]
-        left = max(left - _units(chosen[number]), 0)
-    return dict(sorted(chosen.items()))
+    picks = []
+    for layer in options.values():
+        costs = np.stack([cost[np.maximum(units - _units(o), 0)] + o.step_bytes for o in layer])
+        picks.append(costs.argmin(0))
+        cost = costs.min(0)
+    need, choice = units[-1], {}
+    for (number, layer), pick in zip(reversed(options.items()), reversed(picks), strict=True):
+        choice[number] = layer[pick[need]]
+        need = max(need - _units(choice[number]), 0)
+    return dict(sorted(choice.items()))
 
 
 def _units(option: Option) -> int:
@@ -320,12 +315,12 @@ def _options(trace: Trace, number: int, method: Method) -> Iterator[Option]:
         for ratio in ratios:
             settings: dict[str, Any] = {"top_k": top_k} | ({} if ratio is None else {"candidate_ratio": ratio})
             try:
-                tried = replace(method, per_layer=(), **{**dict(dict(method.per_layer).get(number, ())), **settings})
+                candidate = replace(method, per_layer=(), **{**dict(dict(method.per_layer).get(number, ())), **settings})
             except ParameterError:
                 continue  # a budget that the method does not support, such as less than a page
-            report = replay(trace, tried, (number,))[0]
-            reranked = _candidates(tried, zone) / zone * tried.summary_bytes(trace.layers[number].shape, zone)
-            yield Option(tuple(sorted(settings.items())), report.mass, report.bytes_moved + reranked)
+            report = replay(trace, candidate, (number,))[0]
+            rerank_bytes = _candidates(candidate, zone) / zone * candidate.summary_bytes(trace.layers[number].shape, zone)
+            yield Option(tuple(sorted(settings.items())), report.mass, report.bytes_moved + rerank_bytes)
 
 
 def _candidates(method: Method, zone: int) -> int:
@@ -340,17 +335,17 @@ def _with_thresholds(trace: Trace, method: Method, stride: float) -> Method:
     trigger = method.trigger_config()
     assert isinstance(trigger, SemanticBoundary)  # see check
     queries = {n: torch.cat([x.prompt_queries.transpose(0, 1), x.queries]) for n, x in trace.layers.items()}
-    found = calibrate(queries, stride, trigger, dense_layers=method.dense_layers, per_layer=True)
-    return replace(method, threshold=found.threshold)  # type: ignore[call-arg]
+    calibration = calibrate(queries, stride, trigger, dense_layers=method.dense_layers, per_layer=True)
+    return replace(method, threshold=calibration.threshold)  # type: ignore[call-arg]
 
 
 def _uniform(options: dict[int, list[Option]], mass: float) -> tuple[dict[str, Any] | None, float | None]:
     """The cheapest settings for all layers together, and their cost; layers without this option attend to everything."""
     best: tuple[dict[str, Any] | None, float | None] = None, None
-    for settings in sorted({o.settings for each in options.values() for o in each if o.settings}):
-        picked = [next((o for o in each if o.settings == settings), each[0]) for each in options.values()]
-        cost = sum(o.step_bytes for o in picked)
-        if sum(o.mass for o in picked) >= mass * len(picked) and (best[1] is None or cost < best[1]):
+    for settings in sorted({o.settings for layer in options.values() for o in layer if o.settings}):
+        same = [next((o for o in layer if o.settings == settings), layer[0]) for layer in options.values()]
+        cost = sum(o.step_bytes for o in same)
+        if sum(o.mass for o in same) >= mass * len(same) and (best[1] is None or cost < best[1]):
             best = dict(settings), cost
     return best
 

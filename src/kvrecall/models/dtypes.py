@@ -39,6 +39,6 @@ def default_dtype(device: torch.device) -> torch.dtype:
     """
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-    found = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    quick = any(found.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16", "arm_bf16"))
+    instructions = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    quick = any(instructions.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16", "arm_bf16"))
     return torch.bfloat16 if quick or device.type != "cpu" else torch.float32

@@ -197,10 +197,10 @@ def _delete_cached(model: KnownModel) -> None:
     from huggingface_hub.errors import CacheNotFound
 
     with contextlib.suppress(CacheNotFound):
-        files = [(r.repo_id, each) for r in scan_cache_dir(hub_cache()).repos for v in r.revisions for each in v.files]
-        gone = [each for repo, each in files if (repo, each.file_name) == (model.repo, model.file)]
-        blobs = {each.blob_path for each in gone} - {each.blob_path for _, each in files if each not in gone}
-        for path in [*(each.file_path for each in gone), *blobs]:
+        files = [(repo.repo_id, file) for repo in scan_cache_dir(hub_cache()).repos for v in repo.revisions for file in v.files]
+        doomed = [file for repo, file in files if (repo, file.file_name) == (model.repo, model.file)]
+        blobs = {file.blob_path for file in doomed} - {file.blob_path for _, file in files if file not in doomed}
+        for path in [*(file.file_path for file in doomed), *blobs]:
             path.unlink(missing_ok=True)
 
 

@@ -21,8 +21,6 @@ from typing import Any
 
 import torch
 
-from kvrecall.models.validate import FormatError
-
 MAX_HEADER_BYTES = 1 << 27
 """Ten times what a vocabulary of 250,000 needs."""
 MAX_ENTRIES, MAX_TEXTS, MAX_FACTORS = 1 << 17, 1 << 22, 1 << 16
@@ -36,6 +34,10 @@ _APPLIED = {"factor", "original_context_length", "finetuned", "yarn_beta_fast", 
 _LLAMA3 = {
     "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
 }  # fmt: skip
+
+
+class FormatError(ValueError):
+    """What is wrong with a model's files; half a sentence for a longer one."""
 
 
 @dataclass(frozen=True)
@@ -127,16 +129,12 @@ def _check_tensors(cursor: _Cursor, count: int, alignment: Any) -> dict[str, lis
     return {name: list(struct.unpack_from(f"<{n}f", cursor.data, start + offset)) for name, (offset, n) in rope.items()}
 
 
-def gguf_config(path: Path, known: Any = None) -> Any:
-    """The config of a GGUF file. known: the config of the package for this file, which has the scaling already.
-
-    Raises `FormatError` for a damaged file, a part of a split one, and scaling that cannot be applied.
-    """
+def gguf_config(path: Path) -> Any:
+    """The config of a GGUF file. Raises `FormatError` for a damaged file, a part of a split one, and scaling that cannot be
+    applied."""
     from transformers import AutoConfig
 
     header = read_header(path)
-    if known is not None:
-        return known
     config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name, trust_remote_code=False)
     text = config.get_text_config(decoder=True)
     if scaling := _scaling_of_keys(header.values, text) or _scaling_of_factors(dict(header.rope_factors), text):
@@ -176,10 +174,7 @@ def _scaling_of_factors(tensors: dict[str, list[float]], text: Any) -> dict[str,
     scaled.rope_parameters = {"rope_theta": theta, **scaling}
     frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](scaled, torch.device("cpu"))
     expected = [theta ** (-i / len(factors)) / factor for i, factor in enumerate(factors)]
-    if len(frequencies) != len(expected) or not all(map(_close, frequencies.tolist(), expected)):
+    pairs = zip(frequencies.tolist(), expected, strict=False)
+    if len(frequencies) != len(expected) or not all(math.isclose(*pair, rel_tol=1e-3) for pair in pairs):
         raise FormatError("its RoPE scaling by the tensor 'rope_freqs.weight' is not that of Llama 3 and cannot be applied")
     return scaling
-
-
-def _close(a: float, b: float) -> bool:
-    return math.isclose(a, b, rel_tol=1e-3)

@@ -6,7 +6,9 @@ import contextlib
 import importlib.util
 import inspect
 import io
+import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,18 @@ import torch
 
 from kvrecall.core.errors import ModelFilesError, install_command
 from kvrecall.core.extras import require_transformers
-from kvrecall.models import unpacked, validate
+from kvrecall.models import unpacked
 from kvrecall.models.dtypes import as_device, as_dtype, default_dtype
 from kvrecall.models.files import Notice, pull, resolve, sha256_of, snapshot, verify
-from kvrecall.models.gguf import gguf_config, read_header
+from kvrecall.models.gguf import FormatError, gguf_config, read_header
 from kvrecall.models.registry import KNOWN, known_config
+
+_MOST_LAYERS = 1000
+"""Deeper configs are mistakes; the deepest published models have fewer than 200 layers."""
+_ELEMENTS_PER_BYTE = 8
+"""Weights per byte of file, at most: one bit each, which no format goes below."""
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_SETTINGS = ("config.json", "generation_config.json", "special_tokens_map.json", "tokenizer_config.json", *_INDEXES)
 
 
 def load(
@@ -53,34 +62,23 @@ def load_config(spec: str | Path, offline: bool = False) -> Any:
     `MissingPackageError` without transformers.
     """
     require_transformers()
-
     source = resolve(spec)
     if source.kind == "known":
         return known_config(source.spec)
-    path = source.path
-    if path is None:
-        path = snapshot(source.spec, source.spec, ["config.json"], offline=offline)
+    path = source.path or snapshot(source.spec, source.spec, ["config.json"], offline=offline)
     if source.kind == "gguf":
         _require_gguf_packages(source.spec)
     with _reading(source.spec, "its config could not be read", "Check the file."):
         config = gguf_config(path) if source.kind == "gguf" else _folder_config(path)
-        validate.check_config(config, None)
+        _check_config(config, None)
         return config
-
-
-def _folder_config(folder: Path) -> Any:
-    from transformers import AutoConfig
-
-    validate.check_folder(folder)
-    # A repository's own code is never run; without this a prompt asks whether it may be.
-    return AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
 
 
 def _load_folder(spec: str, folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     with _reading(spec, "could not be loaded", "It needs config, weights and tokenizer, whole and of one model."):
         config = _folder_config(folder)
         weights = [path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin") and path.is_file()]
-        validate.check_config(config, sum(path.stat().st_size for path in weights))
+        _check_config(config, sum(path.stat().st_size for path in weights))
         return _read(folder, config, dtype, {})
 
 
@@ -88,7 +86,10 @@ def _load_gguf(spec: str, path: Path, dtype: torch.dtype, on_notice: Notice | No
     keep = os.environ.get("KVRECALL_UNPACK", "1").lower() not in {"0", "no", "off", "false"}
     known = KNOWN.get(spec)
     with _reading(spec, "could not be read as GGUF", "Fetch the file again."):
-        copy = unpacked.folder_of(path, known.sha256 if known else _checked_hash(spec, path), dtype)
+        if not known:  # an unsound file may claim to be a terabyte long, which would be hashed
+            _require_gguf_packages(spec)
+            read_header(path)
+        copy = unpacked.folder_of(path, known.sha256 if known else sha256_of(path), dtype)
         if keep and unpacked.is_complete(copy):
             # It may still not load, in an older transformers or because another process removes it just now.
             with contextlib.suppress(ModelFilesError):
@@ -96,21 +97,14 @@ def _load_gguf(spec: str, path: Path, dtype: torch.dtype, on_notice: Notice | No
         _require_gguf_packages(spec)
         if known:
             verify(known, path)
-        config = gguf_config(path, known_config(spec) if known else None)
-        validate.check_config(config, path.stat().st_size)
+        config = known_config(spec) if known else gguf_config(path)
+        _check_config(config, path.stat().st_size)
         # The dequantiser's progress bar has no switch of its own.
         with contextlib.redirect_stderr(io.StringIO()):
             model, tokenizer = _read(path.parent, config, dtype, _dequantize(), gguf_file=path.name)
         if keep:
             unpacked.save(copy, model, tokenizer, on_notice)
         return model, tokenizer
-
-
-def _checked_hash(spec: str, path: Path) -> str:
-    """The SHA-256 of a file whose header is sound: an unsound one may claim to be a terabyte long."""
-    _require_gguf_packages(spec)
-    read_header(path)
-    return sha256_of(path)
 
 
 def _read(folder: Path, config: Any, dtype: torch.dtype, only_model: dict[str, Any], **options: Any) -> tuple[Any, Any]:
@@ -121,7 +115,7 @@ def _read(folder: Path, config: Any, dtype: torch.dtype, only_model: dict[str, A
         str(folder), config=config, dtype=dtype, output_loading_info=True, **only_model, **options
     )
     model, report = loaded
-    validate.check_loaded(model, report)
+    _check_loaded(model, report)
     return model, AutoTokenizer.from_pretrained(str(folder), **options)
 
 
@@ -158,10 +152,64 @@ def _reading(spec: str, problem: str, remedy: str) -> Iterator[None]:
     except MemoryError as error:
         raise ModelFilesError(spec, "does not fit in memory", "Free some, or choose a smaller model or dtype.") from error
     except Exception as error:
-        said = (str(error).strip().splitlines() or ["no details"])[0]
-        kind = "" if isinstance(error, validate.FormatError) else f"{type(error).__name__}: "
-        raise ModelFilesError(spec, f"{problem} ({kind}{said})", remedy) from error
+        message = (str(error).strip().splitlines() or ["no details"])[0]
+        kind = "" if isinstance(error, FormatError) else f"{type(error).__name__}: "
+        raise ModelFilesError(spec, f"{problem} ({kind}{message})", remedy) from error
     finally:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
+
+
+def _folder_config(folder: Path) -> Any:
+    """The config of a folder whose settings are JSON objects and whose weights lie in it. Raises `FormatError`.
+
+    transformers ignores a damaged generation config, and follows names of weights out of the folder.
+    """
+    from transformers import AutoConfig
+
+    for path in (folder / name for name in _SETTINGS if os.path.lexists(folder / name)):
+        try:
+            settings = json.loads(path.read_text(encoding="utf-8") if path.is_file() else "")
+        except (OSError, ValueError, RecursionError) as error:
+            raise FormatError(f"{path.name} cannot be read ({type(error).__name__})") from error
+        if not isinstance(settings, dict):
+            raise FormatError(f"{path.name} holds a {type(settings).__name__}, expected an object")
+        files = settings.get("weight_map") if path.name in _INDEXES else {}
+        if not isinstance(files, dict) or any(not isinstance(file, str) or Path(file).name != file for file in files.values()):
+            raise FormatError(f"{path.name} has no weight_map, or names what is no file of the same folder")
+    # A repository's own code is never run; without this a prompt asks whether it may be.
+    return AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+
+
+def _check_config(config: Any, weights_bytes: int | None) -> None:
+    """Raises `FormatError` for a config whose model is absurd, or far larger than its weights (None: their size is unknown).
+
+    transformers builds a billion layers if a config asks for them. Here the model is made without memory.
+    """
+    text = config.get_text_config(decoder=True)
+    for name, most in (("num_hidden_layers", _MOST_LAYERS), ("max_position_embeddings", float("inf"))):
+        value = getattr(text, name, None)
+        if isinstance(value, int) and not 1 <= value <= most:
+            raise FormatError(f"its config has {name} = {value:,}, expected 1 to {most:,}")
+    if weights_bytes is None:
+        return
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    elements = sum(weight.numel() for weight in model.parameters())
+    if elements > weights_bytes * _ELEMENTS_PER_BYTE:
+        raise FormatError(f"its config asks for {elements:,} weights, the files hold {weights_bytes:,} bytes")
+
+
+def _check_loaded(model: Any, report: dict[str, Any]) -> None:
+    """Raises `FormatError` if files and model do not hold the same layers: transformers fills gaps with random numbers.
+    report: what it says it loaded."""
+    if missing := sorted(report["missing_keys"]):
+        raise FormatError(f"the files lack {len(missing):,} weights, which would be random numbers: {missing[0]}, …")
+    layers = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
+    for name in report["unexpected_keys"]:
+        layer = re.search(r"(?:^|\.)(?:layers|blk|h)\.(\d+)\.", name)
+        if layers is not None and layer and int(layer[1]) >= layers:
+            raise FormatError(f"the files hold weights of layer {int(layer[1])}, its config asks for {layers} layers")

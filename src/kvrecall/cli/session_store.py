@@ -1,4 +1,4 @@
-"""Sessions that `--keep` leaves in the user's cache folder, found again by their texts, model and method.
+"""The store of sessions that `--keep` leaves in the user's cache folder, found again by their texts, model and method.
 
 The least recently used one is removed first. Each session is a folder, named by a hash. A process that uses a session holds a
 lock on a file beside it. The system releases that lock when the process ends, and a locked session is never removed. A new
@@ -23,19 +23,19 @@ from kvrecall.core.private_folder import PrivateFolder
 from kvrecall.core.whole_files import written_to
 
 _USE, _LOCK = ".use", ".lock"
-_PUT_AWAY = re.compile(r"\..+\.[0-9a-f]{8}")
+_DRAFT = re.compile(r"\..+\.[0-9a-f]{8}")
 """A session that is being written, or that is about to be deleted."""
 NO_LIMIT = 2**63 - 1
 
 
-def kept_folder() -> Path:
+def store_folder() -> Path:
     """`$KVRECALL_SESSIONS`, else `kvrecall/sessions` in the user's cache folder. May not exist yet."""
     if chosen := os.environ.get("KVRECALL_SESSIONS"):
         return Path(os.path.expanduser(chosen))
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "kvrecall" / "sessions"
 
 
-def key_of(texts: Sequence[str], document: Any) -> str:
+def document_key(texts: Sequence[str], document: Any) -> str:
     """A name for a document (`engine.Document`) of these texts: a hash of them, the model, the method and its settings, and the
     form of rows in host memory."""
     from kvrecall.backends.transformers.fingerprint import fingerprint_of
@@ -52,9 +52,9 @@ def key_of(texts: Sequence[str], document: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Put:
-    """The outcome of `Kept.put`. kept: whether the session was kept. nbytes: its bytes on disk. total_bytes: those of all kept
-    sessions. removed: how many sessions were removed for it."""
+class StoreResult:
+    """The outcome of `SessionStore.put`. kept: whether the session is in the store. nbytes: its bytes on disk. total_bytes:
+    those of all sessions. removed: how many sessions were removed for it."""
 
     kept: bool
     nbytes: int
@@ -63,8 +63,8 @@ class Put:
 
 
 @dataclass(frozen=True)
-class KeptSession:
-    """A kept session. nbytes: its bytes on disk. last_used: seconds since 1970. in_use: whether a process uses it now."""
+class StoredSession:
+    """A session of the store. nbytes: its bytes on disk. last_used: in seconds since 1970. in_use: by a process, now."""
 
     name: str
     folder: Path
@@ -73,8 +73,8 @@ class KeptSession:
     in_use: bool
 
 
-class Kept:
-    """The kept sessions of a folder. limit_bytes: bytes on disk that all of them may take together."""
+class SessionStore:
+    """The sessions of a folder. limit_bytes: bytes on disk that all of them may take together."""
 
     def __init__(self, folder: Path, limit_bytes: int = NO_LIMIT) -> None:
         """Makes the folder. Raises OutputFileError."""
@@ -89,7 +89,7 @@ class Kept:
             yield folder
 
     @contextmanager
-    def used(self, name: str) -> Iterator[Path]:
+    def lease(self, name: str) -> Iterator[Path]:
         """The folder of a session, which may not exist. Inside the block nobody removes it, and it counts as used now."""
         place, use = self.folder / name, f"{name}.{os.getpid()}-{os.urandom(4).hex()}{_USE}"
         with ExitStack() as stack:
@@ -98,51 +98,50 @@ class Kept:
                 stack.enter_context(folder.locked(use))
                 if is_folder(place):
                     os.utime(place)
-                    with PrivateFolder(name, within=folder) as held:
-                        held.close_to_others()
+                    with PrivateFolder(name, within=folder) as session:
+                        session.close_to_others()
             yield place
 
-    def put(self, name: str, save: Callable[[Path], object], *, replace: bool = False) -> Put:
+    def put(self, name: str, save: Callable[[Path], object], *, replace: bool = False) -> StoreResult:
         """Keeps the session that `save` writes to the folder it is given. replace: whether it replaces a session of this name;
         otherwise the existing one stays, since it holds the same.
 
         A session that alone exceeds the limit is not kept. Raises the errors of `save`, and OutputFileError.
         """
         draft = f".{name}.{os.urandom(4).hex()}"
-        with self.used(draft) as place:
+        with self.lease(draft) as place:
             try:
                 save(place)
                 nbytes = disk_bytes(place)
                 with self._locked() as folder:
                     fits = nbytes <= self.limit_bytes
-                    gone = self._make_room(folder, nbytes, but=name) if fits else []
-                    there = os.path.lexists(self.folder / name)
-                    if fits and there and (replace or not is_folder(self.folder / name)):
-                        self._put_away(name)
-                        there = False
-                    if fits and not there:
-                        place.rename(self.folder / name)
+                    removed = self._make_room(folder, nbytes, but=name) if fits else 0
+                    target = self.folder / name
+                    if fits and os.path.lexists(target) and (replace or not is_folder(target)):
+                        self._retire(name)
+                    if fits and not os.path.lexists(target):
+                        place.rename(target)
                     total = sum(map(disk_bytes, self._sessions()))
             finally:
                 shutil.rmtree(place, ignore_errors=True)
         self.clean()
-        return Put(fits, nbytes, total, len(gone))
+        return StoreResult(fits, nbytes, total, removed)
 
-    def sessions(self) -> list[KeptSession]:
-        """The kept sessions, the most recently used first."""
+    def sessions(self) -> list[StoredSession]:
+        """All sessions, the most recently used first."""
         with self._locked() as folder:
             return [
-                KeptSession(path.name, path, disk_bytes(path), path.stat().st_mtime, _in_use(folder, path.name))
+                StoredSession(path.name, path, disk_bytes(path), path.stat().st_mtime, _in_use(folder, path.name))
                 for path in reversed(self._sessions())
             ]
 
-    def named(self, text: str) -> KeptSession:
+    def find(self, text: str) -> StoredSession:
         """The one session whose name begins with `text`. Raises ParameterError if there is none, or several."""
-        found = [session for session in self.sessions() if text and session.name.startswith(text)]
-        if len(found) != 1:
-            remedy = f"{len(found)} names begin so: give more of it." if found else "See `kvrecall sessions list`."
+        matches = [session for session in self.sessions() if text and session.name.startswith(text)]
+        if len(matches) != 1:
+            remedy = f"{len(matches)} names begin so: give more of it." if matches else "See `kvrecall sessions list`."
             raise ParameterError("session", "the name of a kept session, or how one name alone begins", text, remedy)
-        return found[0]
+        return matches[0]
 
     def remove(self, names: Sequence[str]) -> None:
         """Removes sessions by their whole names; names without a session are skipped.
@@ -150,20 +149,20 @@ class Kept:
         Raises ParameterError, and removes nothing, if a process uses one of them.
         """
         with self._locked() as folder:
-            there = [name for name in names if is_folder(self.folder / name)]
-            for name in there:
+            sessions = [name for name in names if is_folder(self.folder / name)]
+            for name in sessions:
                 if _in_use(folder, name):
                     remedy = "Wait until the process ends; nothing was removed."
                     raise ParameterError("session", "one that no process uses", name, remedy)
-            for name in there:
-                self._put_away(name)
+            for name in sessions:
+                self._retire(name)
         self.clean()
 
     def clean(self) -> None:
         """Deletes the folders of removed sessions, and those that a process left when it ended while saving."""
         with self._locked() as folder:
-            left = [path for path in self.folder.iterdir() if _PUT_AWAY.fullmatch(path.name) and not _in_use(folder, path.name)]
-        for path in left:
+            drafts = [path for path in self.folder.iterdir() if _DRAFT.fullmatch(path.name) and not _in_use(folder, path.name)]
+        for path in drafts:
             if is_folder(path):
                 shutil.rmtree(path, ignore_errors=True)
             else:  # a link, a file: what stood in a session's place
@@ -171,24 +170,23 @@ class Kept:
 
     def _sessions(self) -> list[Path]:
         """The least recently used one first."""
-        found = [path for path in self.folder.iterdir() if is_folder(path) and path.name[:1] != "."]
-        return sorted(found, key=lambda path: path.stat().st_mtime_ns)
+        folders = [path for path in self.folder.iterdir() if is_folder(path) and path.name[:1] != "."]
+        return sorted(folders, key=lambda path: path.stat().st_mtime_ns)
 
-    def _make_room(self, folder: PrivateFolder, nbytes: int, but: str) -> list[str]:
-        """Removes unused sessions until `nbytes` more fit; returns their names. but: a session that does not count, because it
+    def _make_room(self, folder: PrivateFolder, nbytes: int, but: str) -> int:
+        """Removes unused sessions until `nbytes` more fit; returns how many. but: a session that does not count, because it
         will be replaced."""
         sizes = {path.name: disk_bytes(path) for path in self._sessions() if path.name != but}
-        gone: list[str] = []
+        before = len(sizes)
         for name in list(sizes):
             if sum(sizes.values()) + nbytes <= self.limit_bytes:
                 break
             if not _in_use(folder, name):
-                self._put_away(name)
-                gone.append(name)
+                self._retire(name)
                 del sizes[name]
-        return gone
+        return before - len(sizes)
 
-    def _put_away(self, name: str) -> None:
+    def _retire(self, name: str) -> None:
         (self.folder / name).rename(self.folder / f".{name}.{os.urandom(4).hex()}")
 
 
