@@ -239,7 +239,7 @@ class Bench:
         (q, k, v), p = self.new, self.params
 
         def alone(work: Callable[[SphereStep, SlotStep], object]) -> Callable[[SearchSlots], object]:
-            return lambda layer: work(_sphere(layer), layer.asked(q, k, v, self.parity, p))
+            return lambda layer: work(_sphere(layer), layer.step_inputs(q, k, v, self.parity, p))
 
         return {
             "tables": alone(lambda x, a: x.searches.make_tables(q, x.tables, a.zones.rows, a.fire.view(-1))),

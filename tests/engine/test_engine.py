@@ -23,55 +23,55 @@ EXACT, FULL, PARIS = METHODS["exact"], METHODS["full"], METHODS["pariskv"]
 def test_users_of_one_method_get_what_they_get_alone(name: str) -> None:
     """Different prompts and lengths, batches with padding, answers that end at different steps."""
     model = tiny("llama")
-    asked = [
+    users = [
         User(METHODS[name], (70,), 12), User(METHODS[name], (41, 9), 20, seed=1), User(METHODS[name], (100,), 5, seed=2),
         User(METHODS[name], (1,), 9, seed=3),
     ]  # fmt: skip
-    expected = [user.alone(model) for user in asked]
+    expected = [user.alone(model) for user in users]
     with rows_per_call(model) as rows:
-        requests = [user.submit(model) for user in asked]
+        requests = [user.submit(model) for user in users]
         made = in_threads([request.result for request in requests])
     assert [result.new_tokens for result in made] == expected
-    assert max(rows) == 5 and len(rows) < sum(user.new_tokens for user in asked)  # steps are shared
+    assert max(rows) == 5 and len(rows) < sum(user.new_tokens for user in users)  # steps are shared
     assert idle(model)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
 def test_methods_share_steps(family: str) -> None:
     model = tiny(family)
-    asked = [User(m, (30 + 13 * n,), 14 + n, seed=n, more={"chunk_tokens": 999}) for n, m in enumerate(METHODS.values())]
-    expected = [user.alone(model) for user in asked]
+    users = [User(m, (30 + 13 * n,), 14 + n, seed=n, more={"chunk_tokens": 999}) for n, m in enumerate(METHODS.values())]
+    expected = [user.alone(model) for user in users]
     with rows_per_call(model) as rows:
-        made = in_threads([user.submit(model).result for user in asked])
-    assert [result.new_tokens for result in made] == expected and max(rows) == len(asked)
+        made = in_threads([user.submit(model).result for user in users])
+    assert [result.new_tokens for result in made] == expected and max(rows) == len(users)
 
 
 def test_generate_may_be_called_from_threads() -> None:
     model = tiny("llama")
-    asked = [User(PARIS, (40 + 7 * n,), 8, seed=n) for n in range(4)]
-    expected = [user.alone(model) for user in asked]
-    assert in_threads([lambda user=user: user.alone(model) for user in asked]) == expected
+    users = [User(PARIS, (40 + 7 * n,), 8, seed=n) for n in range(4)]
+    expected = [user.alone(model) for user in users]
+    assert in_threads([lambda user=user: user.alone(model) for user in users]) == expected
     assert idle(model)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
 def test_models_with_sliding_windows_are_decoded_in_turn(family: str) -> None:
     model = tiny(family)
-    asked = [User(FULL, (70,), 8), User(EXACT, (41, 9), 10, seed=1), User(PARIS, (50,), 6, seed=2)]
-    expected = [user.alone(model) for user in asked]
+    users = [User(FULL, (70,), 8), User(EXACT, (41, 9), 10, seed=1), User(PARIS, (50,), 6, seed=2)]
+    expected = [user.alone(model) for user in users]
     with rows_per_call(model) as rows:
-        made = in_threads([user.submit(model).result for user in asked])
+        made = in_threads([user.submit(model).result for user in users])
     assert [result.new_tokens for result in made] == expected and set(rows) == {1, 2}
 
 
 def test_a_rotary_embedding_that_depends_on_the_longest_text_is_not_shared() -> None:
     """Requests follow one another: such a model keeps the turns of the longest text it has seen."""
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    asked = [User(FULL, (90,), 8), User(FULL, (20,), 8, seed=1)]
-    expected = [user.alone(tiny("llama", max_position_embeddings=4096, rope_parameters=rope)) for user in asked]
+    users = [User(FULL, (90,), 8), User(FULL, (20,), 8, seed=1)]
+    expected = [user.alone(tiny("llama", max_position_embeddings=4096, rope_parameters=rope)) for user in users]
     model = tiny("llama", max_position_embeddings=4096, rope_parameters=rope)
     with rows_per_call(model) as rows:
-        made = in_threads([user.submit(model).result for user in asked])
+        made = in_threads([user.submit(model).result for user in users])
     assert [result.new_tokens for result in made] == expected and set(rows) == {1}
 
 
@@ -84,11 +84,11 @@ def test_a_model_that_asks_for_one_length_of_all_is_decoded_in_turn() -> None:
             given_cache(kwargs).get_seq_length()
         return forward(*args, **kwargs)
 
-    asked = [User(PARIS, (70,), 8), User(EXACT, (41,), 8, seed=1)]
-    expected = [user.alone(model) for user in asked]
+    users = [User(PARIS, (70,), 8), User(EXACT, (41,), 8, seed=1)]
+    expected = [user.alone(model) for user in users]
     model.model.forward = asking
     with rows_per_call(model) as rows:
-        made = in_threads([user.submit(model).result for user in asked])
+        made = in_threads([user.submit(model).result for user in users])
     assert [result.new_tokens for result in made] == expected
     assert rows.count(2) == 1  # it is not tried again
 
@@ -96,10 +96,10 @@ def test_a_model_that_asks_for_one_length_of_all_is_decoded_in_turn() -> None:
 def test_samples_are_those_of_their_own_seeds() -> None:
     model = tiny("llama")
     how = [{"temperature": 1.3, "seed": 5}, {"temperature": 0.8, "top_p": 0.7, "seed": 5}, {"temperature": 2.0, "seed": 6}]
-    asked = [User(PARIS, (40,), 15, seed=n, more=more) for n, more in enumerate(how)]
-    expected = [user.alone(model) for user in asked]
+    users = [User(PARIS, (40,), 15, seed=n, more=more) for n, more in enumerate(how)]
+    expected = [user.alone(model) for user in users]
     state = torch.get_rng_state()
-    made = in_threads([user.submit(model).result for user in asked])
+    made = in_threads([user.submit(model).result for user in users])
     assert [result.new_tokens for result in made] == expected and torch.equal(torch.get_rng_state(), state)
 
 
@@ -129,17 +129,17 @@ def test_iteration_gives_the_ids_of_each_step() -> None:
 
 def test_calls_are_made_in_order_by_the_thread_that_waits() -> None:
     model, told = tiny("llama"), [[], [], []]
-    asked = [User(PARIS, (100,), 6), User(EXACT, (64,), 9, seed=1), User(FULL, (20,), 4, seed=2)]
+    users = [User(PARIS, (100,), 6), User(EXACT, (64,), 9, seed=1), User(FULL, (20,), 4, seed=2)]
 
     def run(number: int) -> None:
         def note(*what: int) -> None:
             told[number].append((threading.get_ident(), what))
 
-        asked[number].submit(model, on_prefill=note, on_token=note).result()
+        users[number].submit(model, on_prefill=note, on_token=note).result()
         assert {thread for thread, _ in told[number]} == {threading.get_ident()}
 
     assert in_threads([lambda number=number: run(number) for number in range(3)]) == [None] * 3
-    for user, calls in zip(asked, told, strict=True):
+    for user, calls in zip(users, told, strict=True):
         prompt = max(user.lengths)
         ready = prompt - min(32, prompt)  # the last chunk gives the first token
         chunks = [(done, prompt) for done in (*range(0, ready, 32), ready)] if ready else []
@@ -152,18 +152,18 @@ def test_requests_that_come_and_go_at_random(seed: int) -> None:
     draw, model = random.Random(seed), tiny("llama")
     Engine.of(model).max_sequences = draw.choice([3, 5, 16])
     methods = list(METHODS.values())
-    asked = []
+    users = []
     for number in range(12):
         lengths = tuple(draw.randint(1, 90) for _ in range(draw.choice([1, 1, 2])))
         more = {"temperature": 1.2, "seed": number} if draw.random() < 0.3 else {}
-        asked.append(User(draw.choice(methods), lengths, draw.randint(1, 14), seed=number, more=more))
-    expected = [user.alone(model) for user in asked]
-    ways = [draw.choice(["result", "result", "iterate", "cancel", "raise"]) for _ in asked]
-    delays = [draw.random() * 0.3 for _ in asked]
+        users.append(User(draw.choice(methods), lengths, draw.randint(1, 14), seed=number, more=more))
+    expected = [user.alone(model) for user in users]
+    ways = [draw.choice(["result", "result", "iterate", "cancel", "raise"]) for _ in users]
+    delays = [draw.random() * 0.3 for _ in users]
 
     def run(number: int) -> Any:
         time.sleep(delays[number])
-        user, way = asked[number], ways[number]
+        user, way = users[number], ways[number]
         if way == "result":
             return user.submit(model).result().new_tokens
         if way == "raise":
@@ -182,7 +182,7 @@ def test_requests_that_come_and_go_at_random(seed: int) -> None:
                 return "cancelled"
         return [list(ids) for ids in zip(*steps, strict=True)]
 
-    made = in_threads([lambda number=number: run(number) for number in range(len(asked))])
+    made = in_threads([lambda number=number: run(number) for number in range(len(users))])
     for way, got, wanted in zip(ways, made, expected, strict=True):
         if way in ("result", "iterate"):
             assert got == wanted

@@ -113,11 +113,11 @@ def test_ctrl_c_while_another_thread_drives_cancels_the_waiting_request_only() -
 
 def test_the_loop_is_handed_over_when_the_driver_s_own_request_is_done() -> None:
     model, drivers = tiny("llama"), []
-    asked = [User(EXACT, (40,), 3), User(EXACT, (50,), 20, seed=1), User(EXACT, (60,), 30, seed=2)]
+    users = [User(EXACT, (40,), 3), User(EXACT, (50,), 20, seed=1), User(EXACT, (60,), 30, seed=2)]
     hook = model.register_forward_pre_hook(lambda *_: drivers.append(threading.get_ident()))
-    expected = [user.alone(model) for user in asked]
+    expected = [user.alone(model) for user in users]
     drivers.clear()
-    made = in_threads([user.submit(model).result for user in asked])
+    made = in_threads([user.submit(model).result for user in users])
     hook.remove()
     assert [result.new_tokens for result in made] == expected
     assert drivers[-1] != threading.get_ident() and len(set(drivers)) in (1, 2, 3)
@@ -153,16 +153,16 @@ def test_a_driver_that_ends_wakes_the_next_one() -> None:
 def test_sequences_beyond_the_most_wait_and_come_in_order() -> None:
     model = tiny("llama")
     Engine.of(model).max_sequences = 2
-    asked = [
+    users = [
         User(EXACT, (40, 20), 6),
         User(EXACT, (30,), 9, seed=1),
         User(EXACT, (50,), 3, seed=2),
         User(EXACT, (9, 8, 7), 3, seed=3),
     ]
-    expected = [user.alone(model) for user in asked]
+    expected = [user.alone(model) for user in users]
     ends: list[int] = []
     with rows_per_call(model) as rows:
-        requests = [user.submit(model) for user in asked]
+        requests = [user.submit(model) for user in users]
         for number, request in enumerate(requests):
             request._job.finish = lambda error, number=number, finish=request._job.finish: (ends.append(number), finish(error))
         made = in_threads([request.result for request in requests])
@@ -175,18 +175,18 @@ def test_sequences_beyond_the_most_wait_and_come_in_order() -> None:
 
 def test_a_request_waits_for_memory_that_others_have_still_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama")
-    asked = [User(FULL, (100,), 20), User(FULL, (100,), 20, seed=1)]
-    expected = [user.alone(model) for user in asked]
+    users = [User(FULL, (100,), 20), User(FULL, (100,), 20, seed=1)]
+    expected = [user.alone(model) for user in users]
     need = kvrecall.RetrievalCache(model.config, FULL).host_bytes(120, dtype=torch.float32)
 
     def available() -> int:
-        caches = [job.asked.cache for job in loop_of(model)._active]
+        caches = [job.args.cache for job in loop_of(model)._active]
         return int(1.5 * need) - sum(cache.host_bytes(cache.get_seq_length()) for cache in caches)
 
     for where in ("engine.memory", "backends.transformers.cache"):
         monkeypatch.setattr(f"kvrecall.{where}.available_host_bytes", available)
     with rows_per_call(model) as rows:
-        made = in_threads([user.submit(model).result for user in asked])
+        made = in_threads([user.submit(model).result for user in users])
     assert [result.new_tokens for result in made] == expected and set(rows) == {1}
 
 

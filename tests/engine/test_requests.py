@@ -41,8 +41,8 @@ def test_a_cancelled_request_gives_its_memory_back_and_disturbs_nobody(state: st
     for _ in range(3 if state != "decoding" else 6):
         next(steps)
     job = loop_of(model)._active[-1] if state != "waiting" else loop_of(model)._waiting[0]
-    assert job.asked.max_new_tokens == 40 and job.decodes == (state == "decoding")
-    cache = job.asked.cache
+    assert job.args.max_new_tokens == 40 and job.decodes == (state == "decoding")
+    cache = job.args.cache
     assert (cache.get_seq_length() > 0) == (state != "waiting")
     request.cancel()
     assert request.done and cache.get_seq_length() == 0 and cache.tables is None
@@ -71,7 +71,7 @@ def test_a_request_that_nobody_holds_is_cancelled() -> None:
     model, user = tiny("llama"), User(PARIS, (60,), 30)
     request = user.submit(model)
     next(iter(request))
-    cache = weakref.ref(loop_of(model)._active[0].asked.cache)
+    cache = weakref.ref(loop_of(model)._active[0].args.cache)
     del request
     gc.collect()
     assert cache() is None and idle(model)
@@ -156,12 +156,12 @@ def spoiled(model: Any, tokens: int) -> Iterator[None]:
 def test_keys_that_are_not_finite_fail_their_own_request_alone(name: str) -> None:
     model, bad = tiny("llama"), User(PARIS, (50,), 12)
     whole = {"chunk_tokens": 999}
-    asked = [User(METHODS[name], (90,), 12, seed=1, more=whole), User(EXACT, (20, 38), 12, seed=2, more=whole)]
-    expected = [user.alone(model) for user in asked]
+    users = [User(METHODS[name], (90,), 12, seed=1, more=whole), User(EXACT, (20, 38), 12, seed=2, more=whole)]
+    expected = [user.alone(model) for user in users]
     cache = kvrecall.RetrievalCache(model.config, PARIS)
     with spoiled(model, 54), rows_per_call(model) as rows:
         failing = bad.submit(model, cache)
-        others = [user.submit(model) for user in asked]
+        others = [user.submit(model) for user in users]
         made = in_threads([request.result for request in (failing, *others)])
     assert isinstance(made[0], NonFiniteError) and made[0].layer == 1
     assert [result.new_tokens for result in made[1:]] == expected and max(rows) == 4
@@ -199,7 +199,7 @@ def test_what_cannot_be_asked_is_refused_at_once_beside_others() -> None:
     with pytest.raises(ContextLengthError):
         User(PARIS, (4090,), 40).submit(model)
     with pytest.raises(ParameterError, match="cache that no other request uses"):
-        Engine.of(model).submit(None, other.ids, loop_of(model)._active[0].asked.cache, max_new_tokens=2)
+        Engine.of(model).submit(None, other.ids, loop_of(model)._active[0].args.cache, max_new_tokens=2)
     full = kvrecall.RetrievalCache(model.config, FULL)
     engine.prefill(model, torch.ones(2, 5, dtype=torch.int64), full)
     with pytest.raises(ValueError, match="batch"):

@@ -25,13 +25,13 @@ async def read(model: Any, user: User) -> list[list[int]]:
 def test_tasks_share_steps_and_one_worker_thread() -> None:
     model, threads = tiny("llama"), set()
     whole = {"chunk_tokens": 999}
-    asked = [User(EXACT, (30 + 9 * n,), 12, seed=n, more=whole) for n in range(3)] + [User(PARIS, (40, 9), 12, more=whole)]
-    expected = [user.alone(model) for user in asked]
+    users = [User(EXACT, (30 + 9 * n,), 12, seed=n, more=whole) for n in range(3)] + [User(PARIS, (40, 9), 12, more=whole)]
+    expected = [user.alone(model) for user in users]
     hook = model.register_forward_pre_hook(lambda *_: threads.add(threading.current_thread()))
 
     async def serve() -> list[list[list[int]]]:
-        results = await asyncio.gather(*(read(model, user) for user in asked))
-        again = await asyncio.gather(*(user.submit(model) for user in asked))
+        results = await asyncio.gather(*(read(model, user) for user in users))
+        again = await asyncio.gather(*(user.submit(model) for user in users))
         assert [result.new_tokens for result in again] == results
         return results
 
@@ -43,12 +43,12 @@ def test_tasks_share_steps_and_one_worker_thread() -> None:
 
 def test_tasks_and_threads_share_a_loop() -> None:
     model = tiny("llama")
-    asked = [User(EXACT, (40,), 9), User(PARIS, (60,), 12, seed=1), User(PARIS, (20,), 7, seed=2)]
-    expected = [user.alone(model) for user in asked]
+    users = [User(EXACT, (40,), 9), User(PARIS, (60,), 12, seed=1), User(PARIS, (20,), 7, seed=2)]
+    expected = [user.alone(model) for user in users]
 
     async def serve() -> list[Any]:
         return await asyncio.gather(
-            read(model, asked[0]), asyncio.to_thread(asked[1].alone, model), asyncio.to_thread(asked[2].alone, model)
+            read(model, users[0]), asyncio.to_thread(users[1].alone, model), asyncio.to_thread(users[2].alone, model)
         )
 
     assert asyncio.run(serve()) == expected and idle(model)
@@ -117,12 +117,12 @@ def test_a_slow_reader_pulls_and_holds_nobody_up() -> None:
 
 def test_several_event_loops_use_one_engine() -> None:
     model = tiny("llama")
-    asked = [User(EXACT, (30 + n,), 8, seed=n) for n in range(3)]
-    expected = [user.alone(model) for user in asked]
+    users = [User(EXACT, (30 + n,), 8, seed=n) for n in range(3)]
+    expected = [user.alone(model) for user in users]
     made: list[Any] = [None] * 3
 
     def run(number: int) -> None:
-        made[number] = asyncio.run(read(model, asked[number]))
+        made[number] = asyncio.run(read(model, users[number]))
 
     threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(3)]
     for thread in threads:

@@ -105,9 +105,9 @@ def look_up(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     without_gpu(monkeypatch)
     monkeypatch.setattr(Launched, "recorded_steps", 0)
 
-    def capturing(asked: Any) -> CapturedSteps:
-        width = 1 + (asked.config.prompt_lookup_num_tokens or 0)
-        return CapturedSteps(asked.model, asked.cache, False, width=width)
+    def capturing(args: Any) -> CapturedSteps:
+        width = 1 + (args.config.prompt_lookup_num_tokens or 0)
+        return CapturedSteps(args.model, args.cache, False, width=width)
 
     def take(self: Any, tokens: int, own: Any = Launched.take) -> None:
         taken.append(tokens)
@@ -136,7 +136,7 @@ def test_looked_up_answers_are_the_plain_ones(name: str, look_up: list[int], mon
     model.generation_config.eos_token_id = None
     ids = prompt(44)
     with monkeypatch.context() as patch:
-        patch.setattr(steps, "_captured_steps", lambda asked: None)
+        patch.setattr(steps, "_captured_steps", lambda args: None)
         plain = kvrecall.RetrievalCache(model.config, method)
         expected = engine.generate(model, None, ids, plain, max_new_tokens=16).new_tokens
     guess_from(expected[0], monkeypatch)
@@ -161,7 +161,7 @@ def test_a_request_beside_it_interrupts_captured_guesses(look_up: list[int], mon
     model.generation_config.eos_token_id = None
     other = User(method, (36,), 3, seed=1, more={"temperature": 0.0})
     with monkeypatch.context() as patch:
-        patch.setattr(steps, "_captured_steps", lambda asked: None)
+        patch.setattr(steps, "_captured_steps", lambda args: None)
         expected = engine.generate(model, None, ids, method, max_new_tokens=16).new_tokens
         beside = other.alone(model)
     guess_from(expected[0], monkeypatch)
@@ -209,7 +209,7 @@ def test_a_method_whose_tokens_cannot_be_taken_back_is_looked_up_uncaptured(
         CapturedSteps(model, caches[0], required=True, width=3).guess(5, [6], 8)
     answers = [engine.generate(model, None, ids, caches[0], max_new_tokens=6).new_tokens]
     assert Launched.recorded_steps == 1  # by the first answer
-    monkeypatch.setattr(steps, "_captured_steps", lambda asked: None)
+    monkeypatch.setattr(steps, "_captured_steps", lambda args: None)
     answers.append(engine.generate(model, None, ids, caches[1], max_new_tokens=6).new_tokens)
     assert answers[0] == answers[1]
 

@@ -45,12 +45,12 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def capture(monkeypatch: pytest.MonkeyPatch, required: bool = False) -> None:
     """Requests are captured though the model is on a CPU."""
-    monkeypatch.setattr(steps, "_captured_steps", lambda asked: CapturedSteps(asked.model, asked.cache, required))
+    monkeypatch.setattr(steps, "_captured_steps", lambda args: CapturedSteps(args.model, args.cache, required))
 
 
 def captured_caches(model: Any) -> list[bool]:
     """Of every request that decodes, whether its steps are captured."""
-    caches = [job.asked.cache for job in loop_of(model)._active]
+    caches = [job.args.cache for job in loop_of(model)._active]
     return [all(layer.captured is not None for layer in cache.retrieval_layers) for cache in caches]
 
 
@@ -76,10 +76,10 @@ def test_steps_of_one_method_are_captured_together(
         for _, _ in zip(range(2), other, strict=False):
             pass
         assert captured_caches(model) == [True, True]
-        cache = loop_of(model)._active[1].asked.cache
+        cache = loop_of(model)._active[1].args.cache
         assert other.result().new_tokens == wanted
         assert not cache.captured
-    cache = loop_of(model)._active[0].asked.cache
+    cache = loop_of(model)._active[0].args.cache
     assert request.result().new_tokens == expected[0]
     assert cache.get_seq_length() == 55 and not cache.captured
     assert Launched.recorded_steps == 3  # of one, two and four slots
@@ -128,10 +128,10 @@ def test_steps_that_cannot_be_captured_together_are_shared_uncaptured(
 
 def test_threads_get_what_they_get_uncaptured(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama", **SINGLE)
-    asked = [User(PARIS, (40,), 9, more=GREEDY), User(LOUIS, (30, 38), 6, seed=1, more=GREEDY)]
-    expected = [user.alone(model) for user in asked]
+    users = [User(PARIS, (40,), 9, more=GREEDY), User(LOUIS, (30, 38), 6, seed=1, more=GREEDY)]
+    expected = [user.alone(model) for user in users]
     capture(monkeypatch)
-    made = in_threads([user.submit(model).result for user in asked], 300)
+    made = in_threads([user.submit(model).result for user in users], 300)
     assert [result.new_tokens for result in made] == expected
 
 
@@ -254,8 +254,8 @@ def test_a_step_ahead_for_which_memory_runs_out_is_made_uncaptured(
     users: int, sizes: list[int], ahead: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, own = tiny("llama", **SINGLE), Launched.replay
-    asked = [User(PARIS, (40 - 4 * n,), 10, seed=n) for n in range(users)]
-    expected = [user.alone(model) for user in asked]
+    users = [User(PARIS, (40 - 4 * n,), 10, seed=n) for n in range(users)]
+    expected = [user.alone(model) for user in users]
     capture(monkeypatch)
 
     def replay(self: Launched) -> None:
@@ -264,5 +264,5 @@ def test_a_step_ahead_for_which_memory_runs_out_is_made_uncaptured(
         own(self)
 
     monkeypatch.setattr(Launched, "replay", replay)
-    made = in_threads([user.submit(model).result for user in asked], 300)
+    made = in_threads([user.submit(model).result for user in users], 300)
     assert [result.new_tokens for result in made] == expected and len(ahead) == 3

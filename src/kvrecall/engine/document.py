@@ -21,7 +21,7 @@ from kvrecall import methods
 from kvrecall.backends.transformers import RetrievalCache
 from kvrecall.core.errors import ContextLengthError, ParameterError, SessionError
 from kvrecall.core.texts import check_no_name, read_text
-from kvrecall.engine.asked import check_sampling, check_tokenizer
+from kvrecall.engine.generate_args import check_sampling, check_tokenizer
 from kvrecall.engine.job import GenerateResult
 from kvrecall.engine.prefill import Progress, context_limit, prefill
 from kvrecall.engine.prompts import INSTRUCTION, DocumentPrompt, next_prompt

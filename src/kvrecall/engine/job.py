@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerBase, TextStreamer
 from kvrecall.backends.interrupt import deferred_interrupt
 from kvrecall.backends.transformers import RetrievalCache
 from kvrecall.backends.transformers.generating import keep_prefix
-from kvrecall.engine.asked import Asked
 from kvrecall.engine.decoding import Decoding, answers
+from kvrecall.engine.generate_args import GenerateArgs
 from kvrecall.engine.lookup import LookupDecoding
 from kvrecall.engine.prefill import read_chunk
 from kvrecall.engine.steps import Member
@@ -32,9 +32,9 @@ class Job:
 
     name = "a request in flight"
 
-    def __init__(self, asked: Asked, driven_here: Callable[[], bool]) -> None:
+    def __init__(self, args: GenerateArgs, driven_here: Callable[[], bool]) -> None:
         """driven_here: whether this thread is the loop's driver."""
-        self.asked, self.here = asked, driven_here
+        self.args, self.here = args, driven_here
         self.cancelled = self.ended = False
         self.error: BaseException | None = None
         self.steps: list[list[int]] = []
@@ -49,8 +49,8 @@ class Job:
         self._ready = 0
         self._delivering = threading.RLock()
         self._streamer = None
-        if asked.on_text is not None and asked.tokenizer is not None:
-            self._streamer = _Streamer(asked.tokenizer, asked.on_text)
+        if args.on_text is not None and args.tokenizer is not None:
+            self._streamer = _Streamer(args.tokenizer, args.on_text)
         self._start = self._first = self._end = 0.0
         self._sequences: Tensor | None = None
 
@@ -68,21 +68,19 @@ class Job:
     def prepare(self) -> None:
         """Before admission: removes tokens from the cache that do not belong to this prompt."""
         if self._held is None:
-            asked = self.asked
-            asked.cache.owner.hold(self)
-            self._held = keep_prefix(
-                asked.cache, asked.input_ids, asked.attention_mask, asked.prompt_tokens - 1, asked.total_tokens
-            )
+            args = self.args
+            args.cache.owner.hold(self)
+            self._held = keep_prefix(args.cache, args.input_ids, args.attention_mask, args.prompt_tokens - 1, args.total_tokens)
 
     def admit(self) -> None:
         """Announces the length to the cache, which may raise HostMemoryError or DeviceMemoryError."""
-        asked, held = self.asked, self._held or 0
+        args, held = self.args, self._held or 0
         self._start = time.perf_counter()
-        asked.cache.reserve(asked.total_tokens, asked.sequences)
-        if asked.compiled and asked.model.device.type == "cuda":
+        args.cache.reserve(args.total_tokens, args.sequences)
+        if args.compiled and args.model.device.type == "cuda":
             import_compiler_aside()
         # The call that gives the first token reads the last chunk, which must not be empty.
-        self._ready = asked.prompt_tokens - min(asked.chunk_tokens, asked.prompt_tokens - held)
+        self._ready = args.prompt_tokens - min(args.chunk_tokens, args.prompt_tokens - held)
         if self._ready > held:
             self._tell_read(held)
 
@@ -95,24 +93,24 @@ class Job:
             self.prepare()
             return self._read()
         except BaseException:
-            self.asked.cache.align()
+            self.args.cache.align()
             self._held = None
             raise
 
     def _read(self) -> Tensor | None:
-        asked, held = self.asked, self._held or 0
+        args, held = self.args, self._held or 0
         if held < self._ready:
-            end = min(held + asked.chunk_tokens, self._ready)
-            with asked.computing():
-                read_chunk(asked.model, asked.input_ids, asked.cache, slice(held, end), asked.attention_mask)
+            end = min(held + args.chunk_tokens, self._ready)
+            with args.computing():
+                read_chunk(args.model, args.input_ids, args.cache, slice(held, end), args.attention_mask)
             self._held = end
             self._tell_read(end)
             return None
-        asked.cache.align()
-        mask = asked.attention_mask
-        mask = torch.ones_like(asked.input_ids) if mask is None else mask
-        kind = LookupDecoding if asked.looks_up else Decoding
-        member = Member(asked, kind(asked.model, asked.cache, asked.input_ids, mask, asked.config, asked.seed, asked.tokenizer))
+        args.cache.align()
+        mask = args.attention_mask
+        mask = torch.ones_like(args.input_ids) if mask is None else mask
+        kind = LookupDecoding if args.looks_up else Decoding
+        member = Member(args, kind(args.model, args.cache, args.input_ids, mask, args.config, args.seed, args.tokenizer))
         logits = member.first()
         self.member = member
         return logits
@@ -125,10 +123,10 @@ class Job:
             decoding.accept(step)
             if not self.steps:
                 self._first = time.perf_counter()
-                self._tell_read(self.asked.prompt_tokens)
+                self._tell_read(self.args.prompt_tokens)
             self.steps.append(decoding.steps[-1])
-            if self.asked.on_token is not None:
-                self.events.append(partial(self.asked.on_token, len(self.steps)))
+            if self.args.on_token is not None:
+                self.events.append(partial(self.args.on_token, len(self.steps)))
             if self._streamer is not None:
                 self.events.append(partial(self._streamer.put_ids, self.steps[-1]))
             if decoding.ended:
@@ -146,7 +144,7 @@ class Job:
             except Exception as failed:
                 error = error or failed
             try:
-                self.asked.cache.align()
+                self.args.cache.align()
             except Exception as failed:
                 error = error or failed
             if error is None and self.member is not None:
@@ -155,16 +153,16 @@ class Job:
                     self.events.append(self._streamer.end)
             else:
                 self.events.clear()
-                if self.asked.made:
-                    self.asked.cache.reset()
+                if self.args.made:
+                    self.args.cache.reset()
             self._end = time.perf_counter()
             self.member, self.error = None, error and _without_frames(error)
             self.ended = True
-            self.asked.cache.owner.release(self)
+            self.args.cache.owner.release(self)
 
     def _tell_read(self, tokens: int) -> None:
-        if self.asked.on_prefill is not None:
-            self.events.append(partial(self.asked.on_prefill, tokens, self.asked.prompt_tokens))
+        if self.args.on_prefill is not None:
+            self.events.append(partial(self.args.on_prefill, tokens, self.args.prompt_tokens))
 
     # Called by the waiting thread.
 
@@ -186,13 +184,13 @@ class Job:
                 raise error
             finally:
                 del error
-        asked = self.asked
+        args = self.args
         assert self._sequences is not None
-        new = answers(self.steps, asked.config.eos_token_id)
+        new = answers(self.steps, args.config.eos_token_id)
         texts = None
-        if asked.tokenizer is not None:
-            texts = [str(asked.tokenizer.decode(ids, skip_special_tokens=True)) for ids in new]
-        return GenerateResult(self._sequences, new, texts, self._first - self._start, self._end - self._first, asked.cache)
+        if args.tokenizer is not None:
+            texts = [str(args.tokenizer.decode(ids, skip_special_tokens=True)) for ids in new]
+        return GenerateResult(self._sequences, new, texts, self._first - self._start, self._end - self._first, args.cache)
 
 
 def import_compiler_aside() -> threading.Thread:

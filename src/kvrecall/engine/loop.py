@@ -65,15 +65,15 @@ class Loop:
 
     def submit(self, job: Job) -> None:
         """Adds a request. Raises ParameterError if it cannot run together with those in flight."""
-        asked = job.asked
-        if asked.model.device.type == "cuda":  # earlier work of the calling thread comes first
-            job.ready = torch.cuda.current_stream(asked.model.device).record_event()
+        args = job.args
+        if args.model.device.type == "cuda":  # earlier work of the calling thread comes first
+            job.ready = torch.cuda.current_stream(args.model.device).record_event()
         with self._changed:
             others = [*self._waiting, *self._active]
-            if any(other.asked.cache is asked.cache for other in others):
+            if any(other.args.cache is args.cache for other in others):
                 remedy = "Wait for that one, or give each request a fork()."
                 raise ParameterError("cache", "a cache that no other request uses", "one of a request in flight", remedy)
-            if others and _of_several_ranks(asked.model):
+            if others and _of_several_ranks(args.model):
                 remedy = "Wait for its result first: ranks cannot agree on the order of several."
                 raise ParameterError("model", "one request at a time on a sharded model", "another in flight", remedy)
             self._waiting.append(job)
@@ -107,7 +107,7 @@ class Loop:
     def _go_behind(self, job: Job) -> None:
         """Makes this thread's later GPU work wait for the loop's work."""
         if self._stream is not None:
-            torch.cuda.current_stream(job.asked.model.device).wait_stream(self._stream)
+            torch.cuda.current_stream(job.args.model.device).wait_stream(self._stream)
 
     def cancel(self, job: Job) -> None:
         """Releases the request: at once if nobody drives, else after the current piece of work."""
@@ -243,11 +243,11 @@ class Loop:
                 decoding = [job for job in self._active if job.decodes]
                 if decoding and (self._step_next or not reading):
                     self._step_next = False
-                    with self._signals(own, decoding), step([job.asked.cache for job in decoding]):
+                    with self._signals(own, decoding), step([job.args.cache for job in decoding]):
                         self._step(decoding)
                 elif reading:
                     self._step_next = True
-                    with self._signals(own, reading[:1]), step([reading[0].asked.cache]):
+                    with self._signals(own, reading[:1]), step([reading[0].args.cache]):
                         self._read(reading[0])
         except Exception as error:  # an error of the loop itself must end all waiting
             for job in [*self._active, *self._waiting]:
@@ -286,7 +286,7 @@ class Loop:
                 if not self._may_enter(job):
                     return
                 if not self._active:
-                    self._attached.enter_context(attach(job.asked.model, capture=False))
+                    self._attached.enter_context(attach(job.args.model, capture=False))
                 job.admit()
             except Exception as error:
                 self._end(job, error)
@@ -302,11 +302,11 @@ class Loop:
         job.prepare()
         if not self._active:
             return True  # a request that does not fit alone raises its own error
-        others = [each.asked for each in self._active]
-        refuse_too_large(job.asked, others)
-        if sum(each.sequences for each in (job.asked, *others)) > self.max_sequences:
+        others = [each.args for each in self._active]
+        refuse_too_large(job.args, others)
+        if sum(each.sequences for each in (job.args, *others)) > self.max_sequences:
             return False
-        return not any(map(_alone, (job.asked.model, others[0].model))) and fits(job.asked, others)
+        return not any(map(_alone, (job.args.model, others[0].model))) and fits(job.args, others)
 
     def _read(self, job: Job) -> None:
         try:
@@ -334,7 +334,7 @@ class Loop:
         model = self._model()
         try:
             if model is not None:
-                job.asked.cache.meet(model)
+                job.args.cache.meet(model)
         except Exception as error:
             self._end(job, error)
             return False

@@ -21,7 +21,7 @@ from kvrecall.cache.host_memory import available_host_bytes
 from kvrecall.core.errors import HostMemoryError, ParameterError
 from kvrecall.core.fp8 import check_host_rows
 from kvrecall.core.launch import cdiv
-from kvrecall.engine.asked import Asked
+from kvrecall.engine.generate_args import GenerateArgs
 from kvrecall.index.base import LayerShape
 from kvrecall.methods.base import Method
 from kvrecall.step.capacity import Capacity, ahead_of, scratch_bytes
@@ -228,42 +228,42 @@ def _parameters(config: PretrainedConfig) -> int:
         return sum(each.numel() for each in AutoModelForCausalLM.from_config(config).parameters())
 
 
-def fits(asked: Asked, others: Sequence[Asked]) -> bool:
+def fits(args: GenerateArgs, others: Sequence[GenerateArgs]) -> bool:
     """Whether prompt and answer fit together with what the admitted requests still need."""
-    if host_need(asked) + sum(map(host_need, others)) > available_host_bytes():
+    if host_need(args) + sum(map(host_need, others)) > available_host_bytes():
         return False
-    device = asked.model.device
+    device = args.model.device
     if device.type != "cuda":
         return True
-    return device_need(asked) + sum(map(device_need, others)) <= free_device_bytes(device)
+    return device_need(args) + sum(map(device_need, others)) <= free_device_bytes(device)
 
 
-def refuse_too_large(asked: Asked, others: Sequence[Asked]) -> None:
+def refuse_too_large(args: GenerateArgs, others: Sequence[GenerateArgs]) -> None:
     """Raises HostMemoryError if the request would not fit on the host even alone."""
-    need, available = host_need(asked), available_host_bytes()
+    need, available = host_need(args), available_host_bytes()
     held = sum(_host_bytes(each, each.cache.get_seq_length()) for each in others)
     if need > available + held:
-        raise HostMemoryError(need, available, asked.total_tokens * asked.sequences)
+        raise HostMemoryError(need, available, args.total_tokens * args.sequences)
 
 
-def host_need(asked: Asked) -> int:
+def host_need(args: GenerateArgs) -> int:
     """Host bytes that a request still needs. With a GPU, reserved memory counts as used."""
-    held = asked.cache.get_seq_length()
-    if held and asked.model.device.type == "cuda" and asked.cache.reserved_tokens >= asked.total_tokens:
+    held = args.cache.get_seq_length()
+    if held and args.model.device.type == "cuda" and args.cache.reserved_tokens >= args.total_tokens:
         return 0
-    return _host_bytes(asked, max(0, asked.total_tokens - held))
+    return _host_bytes(args, max(0, args.total_tokens - held))
 
 
-def device_need(asked: Asked) -> int:
+def device_need(args: GenerateArgs) -> int:
     """GPU bytes that a request's windows and summaries still need."""
-    states = [layer.state for layer in asked.cache.retrieval_layers if layer.state is not None]
+    states = [layer.state for layer in args.cache.retrieval_layers if layer.state is not None]
     if states:
-        return bytes_to_grow(states, asked.total_tokens)
+        return bytes_to_grow(states, args.total_tokens)
     return plan(
-        asked.model.config, context_tokens=asked.total_tokens, method=asked.cache.method, batch=asked.sequences,
-        dtype=asked.model.dtype,
+        args.model.config, context_tokens=args.total_tokens, method=args.cache.method, batch=args.sequences,
+        dtype=args.model.dtype,
     ).device_bytes  # fmt: skip
 
 
-def _host_bytes(asked: Asked, tokens: int) -> int:
-    return asked.cache.host_bytes(tokens, asked.sequences, asked.model.dtype, asked.model.device)
+def _host_bytes(args: GenerateArgs, tokens: int) -> int:
+    return args.cache.host_bytes(tokens, args.sequences, args.model.dtype, args.model.device)

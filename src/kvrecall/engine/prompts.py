@@ -72,10 +72,10 @@ class DocumentPrompt:
 
     def question(self, question: str, *, max_new_tokens: int = 0, limit_tokens: int | None = None) -> list[int]:
         """Ids after `prefix` for one question. Raises as `ask`."""
-        asked = plain_ids(self.tokenizer, question.strip())
+        question_ids = plain_ids(self.tokenizer, question.strip())
         if limit_tokens is not None:
-            self._check(len(asked), max_new_tokens, limit_tokens)
-        return self.middle + asked + self.tail
+            self._check(len(question_ids), max_new_tokens, limit_tokens)
+        return self.middle + question_ids + self.tail
 
     def conversation(self, turns: Sequence[str]) -> list[int]:
         """Ids of the whole prompt for questions and answers in turn, the last one a question."""

@@ -17,7 +17,7 @@ from kvrecall.backends.transformers import RetrievalCache
 from kvrecall.backends.transformers.families import transformers_model
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.extras import check_process
-from kvrecall.engine.asked import asked
+from kvrecall.engine.generate_args import check_args
 from kvrecall.engine.job import GenerateResult, Job
 from kvrecall.engine.loop import Loop, loop_of
 from kvrecall.engine.prefill import Progress
@@ -90,7 +90,7 @@ class Engine:
         """
         model = self._model()
         assert model is not None, "the engine has outlived its model"
-        checked = asked(
+        checked = check_args(
             model, tokenizer, input_ids, cache, max_new_tokens=max_new_tokens, chunk_tokens=chunk_tokens,
             attention_mask=attention_mask, on_prefill=on_prefill, on_text=on_text, on_token=on_token, temperature=temperature,
             top_p=top_p, seed=seed, eos_token_id=eos_token_id, prompt_lookup_num_tokens=prompt_lookup_num_tokens,

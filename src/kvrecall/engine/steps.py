@@ -25,8 +25,8 @@ from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.backends.transformers.families import changing_rotary
 from kvrecall.backends.transformers.multi_request import JointCache, NotTogetherError
 from kvrecall.core.errors import CaptureError, InterruptedPassError
-from kvrecall.engine.asked import Asked
 from kvrecall.engine.decoding import Decoding
+from kvrecall.engine.generate_args import GenerateArgs
 from kvrecall.engine.lookup import LookupDecoding
 
 _ALONE_STEPS = 4
@@ -42,10 +42,10 @@ Logits = Tensor | Exception
 class Member:
     """One decoding request."""
 
-    def __init__(self, asked: Asked, decoding: Decoding) -> None:
+    def __init__(self, args: GenerateArgs, decoding: Decoding) -> None:
         """Raises CaptureError if capture is required and impossible."""
-        self.asked, self.decoding = asked, decoding
-        self.captured = _captured_steps(asked)
+        self.args, self.decoding = args, decoding
+        self.captured = _captured_steps(args)
         """Captured steps of its cache (`CapturedSteps`); None if they are refused or impossible."""
         self._uncaptured = 0
         """Steps to make before the next capture."""
@@ -58,7 +58,7 @@ class Member:
 
     def first(self) -> Tensor:
         """Reads the tokens of the prompt that the cache does not hold; logits `[B, vocabulary]`."""
-        with self.asked.computing(), torch.no_grad():
+        with self.args.computing(), torch.no_grad():
             return self.decoding.read()
 
     def replayed(self) -> Tensor | None:
@@ -71,7 +71,7 @@ class Member:
         if self._uncaptured:
             self._uncaptured -= 1
             return None
-        with self.asked.computing(), _decoding_modules(self.decoding.model):
+        with self.args.computing(), _decoding_modules(self.decoding.model):
             if isinstance(self.decoding, LookupDecoding):
                 return self.decoding.captured(self.captured)
             return self.captured.step(self.last_tokens, self.decoding.reserve_tokens)
@@ -83,13 +83,13 @@ class Member:
 
     def alone(self) -> Tensor:
         """A call of the model for this request."""
-        with self.asked.computing(), torch.no_grad(), _decoding_modules(self.decoding.model):
+        with self.args.computing(), torch.no_grad(), _decoding_modules(self.decoding.model):
             return self.decoding.step()
 
     @property
     def shares(self) -> bool:
         """Whether its steps can be captured together with those of others."""
-        if self._lost is not None or self.captured is None or self.apart or self.asked.looks_up:
+        if self._lost is not None or self.captured is None or self.apart or self.args.looks_up:
             return False
         return self.captured.ready
 
@@ -186,7 +186,7 @@ class Stepper:
             return
         found: Sequence[Logits] | None
         try:
-            with first.asked.computing(), _decoding_modules(first.decoding.model):
+            with first.args.computing(), _decoding_modules(first.decoding.model):
                 found = runner.ahead(_inputs([(member, tokens.unsqueeze(1)) for member, tokens in chosen]))
         except (CaptureError, torch.OutOfMemoryError):  # every cache was given back; the next step handles it
             found = None
@@ -198,12 +198,12 @@ class Stepper:
     def _several(self, members: Sequence[Member]) -> list[Logits]:
         groups: dict[Any, list[int]] = {}
         for number, member in enumerate(members):
-            model, asked = member.decoding.model, member.asked
+            model, args = member.decoding.model, member.args
             if member.shares:
-                key: Any = ("captured", id(model), asked.autocast, asked.compiled, asked.cache.method)
+                key: Any = ("captured", id(model), args.autocast, args.compiled, args.cache.method)
             else:
                 member.release()
-                key = (id(model), asked.autocast) if member.joins else number
+                key = (id(model), args.autocast) if member.joins else number
             groups.setdefault(key, []).append(number)
         made: dict[int, Logits] = {}
         for key, numbers in groups.items():
@@ -223,7 +223,7 @@ class Stepper:
         for member in group:
             member.go_on_captured(runner)
         try:
-            with group[0].asked.computing(), _decoding_modules(group[0].decoding.model):
+            with group[0].args.computing(), _decoding_modules(group[0].decoding.model):
                 return runner.step(_inputs([(member, member.last_tokens) for member in group]))
         except (CaptureError, torch.OutOfMemoryError):  # every cache was given back
             for member in group:
@@ -260,7 +260,7 @@ def _joint_call(group: list[Member], joint: JointCache) -> Tensor:
     tokens = [token for member in group for token in member.decoding.steps[-1]]
     positions = [position for member in group for position in member.decoding.positions()]
     rows = torch.tensor([tokens, positions], device=model.device, dtype=torch.int64).unsqueeze(-1)
-    with group[0].asked.computing(), torch.no_grad(), _decoding_modules(model):
+    with group[0].args.computing(), torch.no_grad(), _decoding_modules(model):
         outputs = model(input_ids=rows[0], position_ids=rows[1], **cache_argument(joint), use_cache=True, return_dict=True)
     return outputs.logits[:, -1]
 
@@ -273,16 +273,16 @@ def _inputs(tokens: Sequence[tuple[Member, Tensor]]) -> list[Any]:
     """What a graph runner takes, for tokens int64 `[B, 1]` of each member."""
     from kvrecall.backends.transformers.capture.runner import StepInput
 
-    return [StepInput(member.asked.cache, own, member.decoding.reserve_tokens) for member, own in tokens]
+    return [StepInput(member.args.cache, own, member.decoding.reserve_tokens) for member, own in tokens]
 
 
-def _captured_steps(asked: Asked) -> Any:
-    if asked.capture is False or asked.model.device.type != "cuda":
+def _captured_steps(args: GenerateArgs) -> Any:
+    if args.capture is False or args.model.device.type != "cuda":
         return None
     from kvrecall.backends.transformers.capture.runner import CapturedSteps
 
-    width = 1 + (asked.config.prompt_lookup_num_tokens if asked.looks_up else 0)
-    return CapturedSteps(asked.model, asked.cache, bool(asked.capture), asked.compiled, width)
+    width = 1 + (args.config.prompt_lookup_num_tokens if args.looks_up else 0)
+    return CapturedSteps(args.model, args.cache, bool(args.capture), args.compiled, width)
 
 
 def _decoding_modules(model: Any) -> AbstractContextManager[Any]:

@@ -89,7 +89,7 @@ def _step(
     whole = [b for b in every if layer.attends_whole_zone(b)]
     searching = [b for b in every if b not in whole]
     # A GPU attends to the resident rows while the CPU searches, or waits for a search of the GPU.
-    asked = HostCopy(of_sequences(searching, queries)) if searching and layer.method.attends_on_host else None
+    host_queries = HostCopy(of_sequences(searching, queries)) if searching and layer.method.attends_on_host else None
     end_search = _start_search(layer, searching, queries, params)
     with layer.clock("attend"):
         parts = [attend_rows(queries, layer.store.resident.rows(), params.scaling, params.softcap)]
@@ -101,7 +101,7 @@ def _step(
     if searching:
         with layer.clock("search"):
             end_search()
-        parts += _attend_retrieved(layer, searching, queries, asked, params)
+        parts += _attend_retrieved(layer, searching, queries, host_queries, params)
         layer.after_attention(searching)
     if params.sink_logits is not None:
         parts.append(sink_logits(params.sink_logits, parts[0]))
@@ -152,10 +152,11 @@ def _start_search(layer: LayerState, searching: list[int], queries: Tensor, para
 
 
 def _attend_retrieved(
-    layer: LayerState, searching: list[int], queries: Tensor, asked: HostCopy | None, params: AttentionParams
+    layer: LayerState, searching: list[int], queries: Tensor, host_queries: HostCopy | None, params: AttentionParams
 ) -> list[Partial]:
-    """Attention to the retrieved rows: static tokens and the selection, read in place or fetched to the device. asked: the
-    queries of these sequences, `[len(searching), H_q, 1, D]`, if the CPU attends to the selection."""
+    """Attention to the retrieved rows: static tokens and the selection, read in place or fetched to the device.
+
+    host_queries: those of these sequences, `[len(searching), H_q, 1, D]`, if the CPU attends to the selection."""
     layer.count_attended(searching)
     picked = of_sequences(searching, queries)
     sets: list[Rows | HostRows] = [layer.static_rows(searching)] if layer.static_config else []
@@ -165,8 +166,8 @@ def _attend_retrieved(
     sets += layer.estimated_rows(searching)
     with layer.clock("attend"):
         parts = [attend_rows(picked, rows, params.scaling, params.softcap) for rows in sets if rows.width]
-        if asked is not None:
-            parts.append(_attend_on_host(layer, searching, asked.wait()[0], params))
+        if host_queries is not None:
+            parts.append(_attend_on_host(layer, searching, host_queries.wait()[0], params))
         return [_scatter(part, searching, queries) for part in parts]
 
 

@@ -184,12 +184,12 @@ class LayerState(Reversible):
         for top_k, due in self._due(sequences).items():
             if top_k:
                 self.counters.searched(len(due))
-                asked = self.trigger.asks(of_sequences(due, queries), due, self.shape.kv_heads)
+                search_queries = self.trigger.asks(of_sequences(due, queries), due, self.shape.kv_heads)
                 if self.on_search is not None:
-                    self.on_search(asked, Budget(top_k, scaling), due)
+                    self.on_search(search_queries, Budget(top_k, scaling), due)
                 with self.building_index():
                     self.index.prepare(due)
-                started.append((due, self.index.start_search(asked, Budget(top_k, scaling), due)))
+                started.append((due, self.index.start_search(search_queries, Budget(top_k, scaling), due)))
             else:  # the static set is the whole budget
                 started.append((due, partial(_nothing_of, len(due), self.shape)))
         return lambda: self._hold(started)

@@ -193,13 +193,13 @@ class DeviceLayer:
         self._codes, self._host = layout.codes(pages), host
         self._means = None if means is None else means_in(pages, layout.block_bytes, means, self.shape, host.block_size)
 
-    def decode(self, queries: Tensor, keys: Tensor, values: Tensor, asked: Pass, window: Window, out: Tensor) -> None:
+    def decode(self, queries: Tensor, keys: Tensor, values: Tensor, batch: Pass, window: Window, out: Tensor) -> None:
         """The first tokens of a pass: stores, searches and attends. queries, out `[T, H_q, D]`, keys, values `[T, H_kv, D]`: of
         all its tokens."""
-        together, rows = self.scratch.together, asked.plan.rows
-        for first in range(0, asked.decodes, together):
-            own = slice(first, min(first + together, asked.decodes))
-            blocks = asked.decoded[own]
+        together, rows = self.scratch.together, batch.plan.rows
+        for first in range(0, batch.decodes, together):
+            own = slice(first, min(first + together, batch.decodes))
+            blocks = batch.decoded[own]
             tables = Tables(self._codes, blocks, self._counts, self._zero_norms.expand(len(blocks), -1))
             pairs = range(len(blocks) * self.shape.kv_heads)
             q, k, v = queries[own].contiguous(), keys[own], values[own]  # a token's kernels read those before it, too
@@ -208,10 +208,10 @@ class DeviceLayer:
                 of: range, own: slice = own, q: Tensor = q, k: Tensor = k, v: Tensor = v, tables: Tables = tables,
                 among: int = len(pairs),
             ) -> None:  # fmt: skip
-                self._search.launch(q, tables, rows[own], asked.plan.fire[own], self._params.scaling, of, among)
-                self._attend(q, k, v, asked, own, window, of)
+                self._search.launch(q, tables, rows[own], batch.plan.fire[own], self._params.scaling, of, among)
+                self._attend(q, k, v, batch, own, window, of)
                 if self._means is not None:
-                    self._estimate(q, self._means, asked.plan.pages[own], tables.blocks, of)
+                    self._estimate(q, self._means, batch.plan.pages[own], tables.blocks, of)
 
             on_streams(split_heads(pairs, min(stream_count(len(pairs), self.scratch.longest), _MOST_STREAMS)), q, part)
             merge_step(
@@ -219,7 +219,7 @@ class DeviceLayer:
                 into=out[own],
             )  # fmt: skip
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, asked: Pass, own: slice, window: Window, pairs: range) -> None:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Pass, own: slice, window: Window, pairs: range) -> None:
         """Selected rows, sinks, window and the new token, for `pairs` of the pass's tokens `own` and KV heads."""
         from kvrecall.step.kernels import paged_step_kernel
 
@@ -231,7 +231,7 @@ class DeviceLayer:
         meaned, own_parts = self._means is not None, scratch.parts - scratch.mean_parts
         pieces = cdiv(dim, _ENCODED_ROWS) + measured + meaned
         least, most = weight_range(codes.weights.dtype, centred)
-        plan, blocks, recent, rows = asked.plan, asked.blocks, window.blocks, self._host.rows
+        plan, blocks, recent, rows = batch.plan, batch.blocks, window.blocks, self._host.rows
         paged_step_kernel[(len(pairs) * (own_parts + pieces),)](
             q, k, v, plan.rows[own], plan.fire[own], self.bad[own], self._search.ids, rows, blocks, window.rows, recent,
             self._sinks, self._kept_ids, self._kept, self.read[own], scratch.out, scratch.lse, maps.keys, centring.means,
@@ -262,44 +262,44 @@ class DeviceLayer:
             PARTS=scratch.parts, CAP=self._params.softcap != 0, num_warps=4, **overlapping(shape.device),
         )  # fmt: skip
 
-    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, asked: Pass, window: Window, out: Tensor) -> None:
+    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, batch: Pass, window: Window, out: Tensor) -> None:
         """Stores and attends: queries, out `[T, H_q, D]`, keys, values `[T, H_kv, D]`."""
-        self.store(keys, values, asked, window)
-        self.prompts(queries, keys, values, asked, out)
-        self.decode(queries, keys, values, asked, window, out)
+        self.store(keys, values, batch, window)
+        self.prompts(queries, keys, values, batch, out)
+        self.decode(queries, keys, values, batch, window, out)
 
-    def store(self, keys: Tensor, values: Tensor, asked: Pass, window: Window) -> None:
+    def store(self, keys: Tensor, values: Tensor, batch: Pass, window: Window) -> None:
         """Keeps the tokens of the prompts of a pass: keys, values `[T, H_kv, D]`, of all its tokens."""
         from kvrecall.step.kernels import mean_kernel, store_kernel
 
-        if not asked.chunks:
+        if not batch.chunks:
             return
-        first, last, shape = asked.chunks[0].tokens.start, asked.chunks[-1].tokens.stop, self.shape
+        first, last, shape = batch.chunks[0].tokens.start, batch.chunks[-1].tokens.stop, self.shape
         k, v = keys[first:last], values[first:last]
         store_kernel[(cdiv(len(k), _STORED), shape.kv_heads)](
-            k, v, asked.slots[first:], window.slots[first:], self._host.rows, window.rows, self.bad, len(k), k.stride(0),
+            k, v, batch.slots[first:], window.slots[first:], self._host.rows, window.rows, self.bad, len(k), k.stride(0),
             v.stride(0), shape.kv_heads, *window.places, BLOCK=self._host.block_size, D=shape.head_dim,
             BD=next_power_of_2(shape.head_dim), T=_STORED, num_warps=4,
         )  # fmt: skip
-        for chunk in asked.chunks:
+        for chunk in batch.chunks:
             own = keys[chunk.tokens].transpose(0, 1)
-            encode.encode(own, self._maps, chunk.past, self._codes, asked.blocks[chunk.row], self._zero_norms)
+            encode.encode(own, self._maps, chunk.past, self._codes, batch.blocks[chunk.row], self._zero_norms)
             page = self.scratch.mean_tokens
             whole = (chunk.past + own.shape[1]) // page - chunk.past // page
             if self._means is not None and whole:
                 mean_kernel[(whole, shape.kv_heads)](
-                    keys[chunk.tokens], values[chunk.tokens], self._host.rows, asked.blocks[chunk.row], self._means, chunk.past,
+                    keys[chunk.tokens], values[chunk.tokens], self._host.rows, batch.blocks[chunk.row], self._means, chunk.past,
                     k.stride(0), v.stride(0), shape.kv_heads, self._means.stride(0), page, self.scratch.sinks,
                     BLOCK=self._host.block_size, D=shape.head_dim, BD=next_power_of_2(shape.head_dim), T=_STORED, num_warps=4,
                 )  # fmt: skip
 
-    def prompts(self, queries: Tensor, keys: Tensor, values: Tensor, asked: Pass, out: Tensor) -> None:
+    def prompts(self, queries: Tensor, keys: Tensor, values: Tensor, batch: Pass, out: Tensor) -> None:
         """Chunks attend to themselves and to everything before them, streamed from the host; queries, out `[T, H_q, D]`."""
         params = self._params
-        for chunk in asked.chunks:
+        for chunk in batch.chunks:
             q, k, v = (x[chunk.tokens].transpose(0, 1) for x in (queries, keys, values))
             among = chunk.past + q.shape[1]
-            with self.scratch.stream.pieces(self._host, asked.tables.get(chunk.row, []), chunk.past) as pieces:
+            with self.scratch.stream.pieces(self._host, batch.tables.get(chunk.row, []), chunk.past) as pieces:
                 own = attend_causal(q, k, v, params.scaling, params.softcap, among)
                 whole = merge_in_turn([own], (self._past(q, rows, among) for rows in pieces))
             out[chunk.tokens] = whole.out[0].transpose(0, 1)

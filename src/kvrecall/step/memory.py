@@ -44,11 +44,11 @@ class HostPlan:
 
     @staticmethod
     def of(
-        shapes: list[LayerShape], block_size: int, asked: int | None, ranks: int | Fraction = 1, launch: str = ""
+        shapes: list[LayerShape], block_size: int, given_bytes: int | None, ranks: int | Fraction = 1, launch: str = ""
     ) -> HostPlan:
-        """For layers of these shapes. asked: bytes for all engines and ranks of this machine; None: a share of the free memory.
+        """For layers of these shapes. given_bytes: for all engines and ranks of this machine; None: a share of the free memory.
         ranks: bytes of a block in all of them, as a multiple of this rank's. launch: of the engine (`promises`)."""
-        total = int(promises.free_bytes(launch) * _SHARE) if asked is None else asked
+        total = int(promises.free_bytes(launch) * _SHARE) if given_bytes is None else given_bytes
         return HostPlan(block_size, HostBlocks.of_all(shapes, block_size), int(total // ranks))
 
     @property

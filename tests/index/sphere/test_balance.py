@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.index.sphere import balance
-from kvrecall.index.sphere.balance import Asked, fit, geometric_mean, roots
+from kvrecall.index.sphere.balance import QueryMoments, fit, geometric_mean, roots
 from tests.strategies import HEAD_DIMS, gaussian
 
 
@@ -56,13 +56,13 @@ def test_the_worst_that_fit_can_ask_for_is_found(dim: int) -> None:
         a, b = balance._even(one, 1.0, balance.LEAST_VARIANCE), balance._even(other, 1.0, balance.QUERY_SHARE)
         ratios = a.diagonal(dim1=1, dim2=2) / b.diagonal(dim1=1, dim2=2)
         close(geometric_mean(a, b)[0], torch.diag_embed(ratios.sqrt()), 1e-10)
-        made = fit(one, 10**6, Asked(other, 10**6))
+        made = fit(one, 10**6, QueryMoments(other, 10**6))
         close(made.keys.mT @ made.queries, torch.eye(dim).double().unsqueeze(0), 1e-12)
 
 
 def test_balanced_sides_have_the_same_moments() -> None:
     """But for what the regularisation adds to either: here little to the keys, QUERY_SHARE of the mean to the queries."""
-    of_keys, asked = skewed(4, 64, 30.0), Asked(skewed(5, 64, 50.0), 10_000)
+    of_keys, asked = skewed(4, 64, 30.0), QueryMoments(skewed(5, 64, 50.0), 10_000)
     made = fit(of_keys, 10_000, asked)
     mean = asked.moments.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None]
     of_queries = asked.moments + balance.QUERY_SHARE * mean * torch.eye(64).double()
@@ -85,19 +85,19 @@ def test_few_keys_make_no_wild_map(count: int) -> None:
 
 def test_few_queries_make_no_wild_map() -> None:
     of_keys, queries = skewed(7, 64, 1.0), gaussian(8, 3, 1, 64)
-    assert (torch.linalg.cond(fit(of_keys, 10_000, Asked.of(queries, 3)).keys) < 2).all()
+    assert (torch.linalg.cond(fit(of_keys, 10_000, QueryMoments.of(queries, 3)).keys) < 2).all()
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
 def test_moments_that_say_nothing_leave_everything_as_it_is(value: float) -> None:
     nothing, some = torch.full((3, 64, 64), value, dtype=torch.float64), skewed(9, 64, 10.0)
-    close(fit(some, 10_000, Asked(nothing, 9)).keys, fit(some, 10_000).keys, 1e-12)
+    close(fit(some, 10_000, QueryMoments(nothing, 9)).keys, fit(some, 10_000).keys, 1e-12)
     if not value:
         close(fit(nothing, 10_000).keys, torch.eye(64).double().expand(3, -1, -1), 1e-12)
 
 
 def test_query_heads_of_a_group_count_alike() -> None:
     queries = gaussian(1, 6, 11, 64)
-    found, rows = Asked.of(queries.bfloat16(), 2), queries.bfloat16().double().reshape(2, 33, 64)
+    found, rows = QueryMoments.of(queries.bfloat16(), 2), queries.bfloat16().double().reshape(2, 33, 64)
     assert found.count == 33
     close(found.moments, rows.mT @ rows / 33, 1e-12)

@@ -112,7 +112,7 @@ class RetrievalMetadata:
     """A pass as vLLM describes it. On a CPU: row by row, with slots of new tokens int64 `[T]`, < 0 for padding. On a GPU: in
     the kernels' form. block_size: tokens per block."""
 
-    asked: Batch | Pass
+    batch: Batch | Pass
     slots: Tensor
     block_size: int
 
@@ -135,8 +135,8 @@ class RetrievalBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> RetrievalMetadata:
         told, size = common_attn_metadata, self.kv_cache_spec.block_size
-        asked = self._batch(told, size) if self.plan is None else Pass.of(told, self.plan, size, self._drafts)
-        return RetrievalMetadata(asked, told.slot_mapping, size)
+        batch = self._batch(told, size) if self.plan is None else Pass.of(told, self.plan, size, self._drafts)
+        return RetrievalMetadata(batch, told.slot_mapping, size)
 
     def _batch(self, told: Any, size: int) -> Batch:
         begins, lengths = told.query_start_loc_cpu.tolist(), told.seq_lens.tolist()
@@ -230,16 +230,16 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, metadata: RetrievalMetadata, near: WindowMetadata,
         output: Tensor,
     ) -> None:  # fmt: skip
-        asked = metadata.asked
+        batch = metadata.batch
         self._bind(kv_cache, metadata.block_size)
-        if isinstance(asked, Pass):
+        if isinstance(batch, Pass):
             assert isinstance(self._layer, DeviceLayer)
-            self._layer.forward(query, key, value, asked, Window(self._near.kv_cache, near.blocks, near.slots), output)
+            self._layer.forward(query, key, value, batch, Window(self._near.kv_cache, near.blocks, near.slots), output)
             return
         assert isinstance(self._layer, PagedLayer)
         window = PassWindow(self._near, near)
-        self._layer.store(key, value, metadata.slots.long(), asked, window)
-        self._layer.attend(query, key, value, asked, window, output)
+        self._layer.store(key, value, metadata.slots.long(), batch, window)
+        self._layer.attend(query, key, value, batch, window, output)
 
     @property
     def kind(self) -> object:

@@ -81,6 +81,6 @@ def _check_options(config: Any) -> None:
         what, why = "vLLM with kvrecall and images whose tokens attend in both directions", "there is no kernel for it"
         text = """Serve text alone (`--limit-mm-per-prompt '{"image": 0}'`, vLLM 0.32), or use another attention backend."""
         raise CompositionError(what, why, text)
-    for name, (asked, why) in refused.items():
-        if asked:
+    for name, (used, why) in refused.items():
+        if used:
             raise CompositionError(f"vLLM with kvrecall and {name}", why, "Leave it out, or use another attention backend.")

@@ -101,8 +101,8 @@ def _hook_config(platform: Any) -> None:
 def _asks(vllm_config: Any) -> bool:
     """Whether an engine has kvrecall's backend. Raises ParameterError if it has kvrecall's settings and another plugin's
     CUSTOM."""
-    asked = vllm_config.attention_config
-    chosen = [asked.backend, *asked.backend_per_kind.values()]
+    attention = vllm_config.attention_config
+    chosen = [attention.backend, *attention.backend_per_kind.values()]
     if any(map(is_own, chosen)):
         return True
     given = vllm_config.additional_config

@@ -76,9 +76,9 @@ class Worker(StockWorker):
         engine.first_blocks = needed = needed_blocks([group.kv_cache_spec for group in groups], config)
         if plan.blocks < needed:
             raise HostMemoryError(needed * plan.block_bytes, plan.limit, engine.longest)
-        asked = config.cache_config.num_gpu_blocks_override
-        if asked is not None and asked > plan.blocks:  # vLLM does not check it
-            raise ParameterError("num_gpu_blocks_override", f"at most {plan.blocks:,} (host memory)", asked, "Lower it.")
+        override = config.cache_config.num_gpu_blocks_override
+        if override is not None and override > plan.blocks:  # vLLM does not check it
+            raise ParameterError("num_gpu_blocks_override", f"at most {plan.blocks:,} (host memory)", override, "Lower it.")
         allowed = min(available, plan.blocks * per_block)
         engine.promise(allowed // per_block)
         _log.info(
@@ -89,12 +89,12 @@ class Worker(StockWorker):
 
     def _with_rows(self, available: int, per_block: int, size: int) -> int:
         """Device bytes for pages of `per_block` bytes each, if the rows of the blocks lie on the device, too."""
-        engine, asked = EngineState.of(self.vllm_config), self.vllm_config.cache_config.num_gpu_blocks_override
+        engine, override = EngineState.of(self.vllm_config), self.vllm_config.cache_config.num_gpu_blocks_override
         rows = HostBlocks.of_all(engine.shapes, size)
         blocks = available // (per_block + rows)
-        if asked is not None and asked > blocks:  # vLLM does not check it
+        if override is not None and override > blocks:  # vLLM does not check it
             told = f"at most {blocks:,}, the device has no more with their rows"
-            raise ParameterError("num_gpu_blocks_override", told, asked, "Lower it.")
+            raise ParameterError("num_gpu_blocks_override", told, override, "Lower it.")
         _log.info("kvrecall: %d blocks of %d tokens, rows on the device", blocks, size)
         return blocks * per_block
 

@@ -37,32 +37,32 @@ class Fitted(NamedTuple):
     queries: Tensor
 
 
-class Asked(NamedTuple):
+class QueryMoments(NamedTuple):
     """Uncentred second moments of `count` queries per KV head, `[H_kv, D, D]` of any float dtype."""
 
     moments: Tensor
     count: int
 
     @staticmethod
-    def of(queries: Tensor, kv_heads: int) -> Asked:
+    def of(queries: Tensor, kv_heads: int) -> QueryMoments:
         """From queries `[H_q, W, D]`, W > 0, in fp64; the query heads of a KV head have equal weight."""
         rows = queries.double().unflatten(0, (kv_heads, -1)).flatten(1, 2)
-        return Asked(rows.mT @ rows / rows.shape[1], rows.shape[1])
+        return QueryMoments(rows.mT @ rows / rows.shape[1], rows.shape[1])
 
 
-def fit(keys: Tensor, count: int, asked: Asked | None = None) -> Fitted:
+def fit(keys: Tensor, count: int, queries: QueryMoments | None = None) -> Fitted:
     """The balanced transform, before the shared rotation: `keys.T @ queries` is the identity, and E|keys @ k|^2 = 1.
 
     keys: second moments of `count` keys before the map, fp64 `[H_kv, D, D]`. With few keys they are mixed with a multiple of
-    the identity; with few queries likewise. asked: second moments of queries; None: all directions are equally likely.
+    the identity; with few queries likewise. queries: second moments of queries; None: all directions are equally likely.
     """
     dim = keys.shape[-1]
     known = min(1.0, count / enough_keys(dim))
     of_keys = _even(keys, known, 1 - known + LEAST_VARIANCE)
-    if asked is None:
+    if queries is None:
         mean, _ = roots(of_keys)
     else:
-        mean, _ = geometric_mean(of_keys, _even(asked.moments.double(), 1.0, max(QUERY_SHARE, dim / (4 * asked.count))))
+        mean, _ = geometric_mean(of_keys, _even(queries.moments.double(), 1.0, max(QUERY_SHARE, dim / (4 * queries.count))))
     forward, back = roots(mean)
     size = ((back.mT @ back) * keys).sum((-1, -2)).sqrt()[..., None, None]
     scale = torch.where(size > 0, size.clamp(1 / LARGEST_SCALE, LARGEST_SCALE), 1.0)

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from kvrecall.index.sphere.balance import Asked, Fitted, fit
+from kvrecall.index.sphere.balance import Fitted, QueryMoments, fit
 from kvrecall.index.sphere.cos_sin import SPAN
 from kvrecall.index.statistics import LayerStatistics, Rotary
 
@@ -55,7 +55,7 @@ def balanced(layer: LayerStatistics, device: torch.device, center: bool) -> Fitt
         keys = keys - of_means.rotated(mean, rotary.partner)
     queries = every.rotated(statistics.query_second, rotary.partner)
     known = bool(queries.diagonal(dim1=1, dim2=2).sum() > 0)
-    return fit(keys.to(device), statistics.tokens, Asked(queries.to(device), statistics.tokens) if known else None)
+    return fit(keys.to(device), statistics.tokens, QueryMoments(queries.to(device), statistics.tokens) if known else None)
 
 
 _fitted: WeakKeyDictionary[Rotary, tuple[Products, Products]] = WeakKeyDictionary()
@@ -71,7 +71,7 @@ def fitted_products(rotary: Rotary) -> tuple[Products, Products]:
             .long()
             .tolist()
         )
-        asked = [rotary.cos_sin(span * SPAN, SPAN) for span in ([0] if rotary.is_identity else spans)]
-        cos, sin = (torch.stack(parts).double() for parts in zip(*asked, strict=True))  # [spans, SPAN, D]
+        tables = [rotary.cos_sin(span * SPAN, SPAN) for span in ([0] if rotary.is_identity else spans)]
+        cos, sin = (torch.stack(parts).double() for parts in zip(*tables, strict=True))  # [spans, SPAN, D]
         _fitted[rotary] = Products.of(cos.flatten(0, 1), sin.flatten(0, 1)), Products.of(cos.mean(1), sin.mean(1))
     return _fitted[rotary]

@@ -107,15 +107,15 @@ class SearchSlots(SlotLayer):
         made = []
         for t in range(queries.shape[2]):
             q, k, v = (x[:, :, t : t + 1].contiguous() for x in (queries, keys, values))
-            asked = self.asked(q, k, v, parity[t : t + 1], params, t)
-            self.trigger.launch(asked.queries)
-            made.append(self.part.step(asked))
+            inputs = self.step_inputs(q, k, v, parity[t : t + 1], params, t)
+            self.trigger.launch(inputs.queries)
+            made.append(self.part.step(inputs))
             if self._found:
                 for held, found in zip(self._found[t], (self.part.ids, self.part.counts), strict=True):
                     held.copy_(found)
         return made[0] if len(made) == 1 else torch.cat(made, 2)
 
-    def asked(
+    def step_inputs(
         self, queries: Tensor, keys: Tensor, values: Tensor, parity: Tensor, params: AttentionParams, before: int = 0
     ) -> SlotStep:
         """The inputs of the index's part for a token with `before` others before it in the step; all contiguous."""

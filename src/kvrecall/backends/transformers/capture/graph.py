@@ -271,10 +271,10 @@ class DecodeGraph:
         """Compares the replay's results with the uncaptured layers, and with the logits of the warm-up."""
         assert self._attended is not None
         for number, layer in enumerate(self.layers.all):
-            asked = self._attended.pop(layer)
+            attended = self._attended.pop(layer)
             for lease in self.leases:
                 state = lease.slots.states[number]
-                check_attention(state.layer, asked.of(lease.slots.numbers), partial(uncaptured_answer, state))
+                check_attention(state.layer, attended.of(lease.slots.numbers), partial(uncaptured_answer, state))
         for lease in self.leases:
             for of, window in zip(self.windows, lease.windows, strict=True):
                 assert of.attended is not None

@@ -119,20 +119,20 @@ class SlidingWindow(CacheLayerMixin):
             raise CaptureError(f"layer {self.number} has {got}, the config says {self._of.query_heads}", _REMEDY)
         return self._of.launch(queries, keys, values, params)
 
-    def uncaptured(self, asked: Attended) -> Tensor:
+    def uncaptured(self, attended: Attended) -> Tensor:
         """The result of transformers' layer, in its state before the first step, for a step's inputs: `[B, H_q, 1, D]`."""
         keys, values, most = self._layer.keys, self._layer.values, max(self._first) + 1
         kv = keys.new_zeros(*keys.shape[:2], most, 2, keys.shape[3])
         for i, count in enumerate(self._first):
             start = keys.shape[2] - count
             kv[i, :, :count] = torch.stack([keys[i, :, start:], values[i, :, start:]], 2)
-            kv[i, :, count] = torch.stack([asked.keys[i, :, 0], asked.values[i, :, 0]], 1)
+            kv[i, :, count] = torch.stack([attended.keys[i, :, 0], attended.values[i, :, 0]], 1)
         lengths = torch.tensor([count + 1 for count in self._first], dtype=torch.int32, device=keys.device)
         rows = Rows(kv, lengths.unsqueeze(1).expand(-1, keys.shape[1]))
-        parts = [attend_rows(asked.queries, rows, asked.params.scaling, asked.params.softcap)]
-        if asked.params.sink_logits is not None:
-            parts.append(sink_logits(asked.params.sink_logits, parts[0]))
-        return merge(parts).out.to(asked.queries.dtype)
+        parts = [attend_rows(attended.queries, rows, attended.params.scaling, attended.params.softcap)]
+        if attended.params.sink_logits is not None:
+            parts.append(sink_logits(attended.params.sink_logits, parts[0]))
+        return merge(parts).out.to(attended.queries.dtype)
 
     def moved_on(self) -> None:
         """Called after a step. After the first one only the ring has all rows."""

@@ -51,15 +51,15 @@ def difference(made: Tensor, expected: Tensor) -> float:
     return float(error.masked_fill(unknown, 0.0).nan_to_num(float("inf")).max())
 
 
-def check_attention(layer: int, asked: Attended, uncaptured: Callable[[Attended], Tensor]) -> None:
+def check_attention(layer: int, attended: Attended, uncaptured: Callable[[Attended], Tensor]) -> None:
     """Raises CaptureMismatchError if a layer's output differs from `uncaptured`'s, and CaptureError if the device has no memory
     for the check."""
     try:
-        expected = uncaptured(asked)
+        expected = uncaptured(attended)
     except torch.OutOfMemoryError as error:
         told = f"the GPU has no memory for a copy of layer {layer}'s summaries, by which its first captured step is checked"
         raise CaptureError(told, "Decode uncaptured (capture=None), or reserve fewer tokens.") from error
-    _require(f"the attention of layer {layer}", difference(asked.out, expected), TOLERANCE)
+    _require(f"the attention of layer {layer}", difference(attended.out, expected), TOLERANCE)
 
 
 def check_logits(replayed: Tensor, launched: Tensor) -> None:
@@ -68,16 +68,16 @@ def check_logits(replayed: Tensor, launched: Tensor) -> None:
     _require("logits", difference(*sides), LOGITS_TOLERANCE)
 
 
-def uncaptured_answer(state: LayerState, asked: Attended) -> Tensor:
+def uncaptured_answer(state: LayerState, attended: Attended) -> Tensor:
     """The uncaptured layer's output for a step, `[B, H_q, T, D]`. state: borrowed by a captured layer, before its first step;
     not changed."""
     every = list(range(state.shape.sequences))
     try:
-        return _answer(state, asked, every)
+        return _answer(state, attended, every)
     except torch.OutOfMemoryError:  # one sequence at a time needs less memory
         if len(every) == 1:
             raise
-    return torch.cat([_answer(state, asked, [b]) for b in every])
+    return torch.cat([_answer(state, attended, [b]) for b in every])
 
 
 class _ReadOnlyState(LayerState):
@@ -91,14 +91,14 @@ class _ReadOnlyState(LayerState):
         pass
 
 
-def _answer(state: LayerState, asked: Attended, sequences: list[int]) -> Tensor:
+def _answer(state: LayerState, attended: Attended, sequences: list[int]) -> Tensor:
     whole = len(sequences) == state.shape.sequences
-    queries, keys, values = (x if whole else x[sequences] for x in (asked.queries, asked.keys, asked.values))
+    queries, keys, values = (x if whole else x[sequences] for x in (attended.queries, attended.keys, attended.values))
     copy = state.copied(sequences)  # with its own counters, unlike `select`
     copy.__class__ = _ReadOnlyState
     copy.held, copy.fetched, copy.on_search = {}, {}, None
     tokens = [slice(t, t + 1) for t in range(queries.shape[2])]
-    made = [decode_step(copy, queries[:, :, t], keys[:, :, t], values[:, :, t], None, asked.params) for t in tokens]
+    made = [decode_step(copy, queries[:, :, t], keys[:, :, t], values[:, :, t], None, attended.params) for t in tokens]
     return made[0] if len(made) == 1 else torch.cat(made, 2)
 
 

@@ -25,7 +25,7 @@ from kvrecall.methods.base import Method
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class GenerateArgs:
     """The arguments of `engine.generate`. cache: the given one, or a new one for the method (`made`).
 
     autocast: whether the caller's thread uses torch.autocast on the model's device, and its dtype.
@@ -74,13 +74,13 @@ class Asked:
         return torch.autocast(self.model.device.type, dtype=dtype, enabled=enabled)
 
 
-def asked(
+def check_args(
     model: Any, tokenizer: PreTrainedTokenizerBase | None, input_ids: Tensor, cache: RetrievalCache | Method, *,
     max_new_tokens: int, chunk_tokens: int | None, attention_mask: Tensor | None, on_prefill: Progress | None,
     on_text: Callable[[str], None] | None, on_token: Callable[[int], None] | None, temperature: float, top_p: float,
     seed: int | None, eos_token_id: int | list[int] | None, prompt_lookup_num_tokens: int | None, capture: bool | None,
     compiled: bool,
-) -> Asked:  # fmt: skip
+) -> GenerateArgs:  # fmt: skip
     """Checks the arguments of `engine.generate`. Raises ParameterError, ShapeError, ContextLengthError or CaptureError."""
     if not isinstance(cache, RetrievalCache | Method):
         remedy = "For example kvrecall.methods.recommended(), or kvrecall.methods.get(name)."
@@ -111,7 +111,7 @@ def asked(
     if config.prompt_lookup_num_tokens is not None:
         check_lookup(config.prompt_lookup_num_tokens, input_ids.shape[0], cache)
     device = model.device.type
-    return Asked(
+    return GenerateArgs(
         model, tokenizer, input_ids, cache, made, config, max_new_tokens, chunk_tokens, attention_mask, on_prefill, on_text,
         on_token, seed, capture, compiled, (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
     )  # fmt: skip
