@@ -213,13 +213,13 @@ def test_a_store_that_is_placed_elsewhere_leaves_its_copies_where_they_are(on_de
     second.place(on_device)
     third.place(on_device)
     assert (first.on_device, second.on_device, third.on_device) == (not on_device, on_device, on_device)
-    assert second.rows is third.rows is not first.rows
+    assert second.memory.rows is third.memory.rows is not first.memory.rows
     grown = [torch.cat([stored[0], fill(each, 0, 9 + i, 30)], 1) for i, each in enumerate((first, second))]
     assert torch.equal(contents(first, 0), grown[0]) and torch.equal(contents(second, 0), grown[1])
     for each, b in ((first, 1), (second, 1), (third, 0)):
         assert torch.equal(contents(each, b), stored[1])
     second.place(not on_device)
-    assert second.rows is first.rows and torch.equal(contents(second, 0), grown[1])
+    assert second.memory.rows is first.memory.rows and torch.equal(contents(second, 0), grown[1])
     assert torch.equal(contents(first, 0), grown[0])
 
 

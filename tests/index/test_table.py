@@ -227,7 +227,7 @@ def test_what_is_announced_is_asked_for_at_once() -> None:
     base = bound(2, 4)
     base.table.reserve(100)
     pool = base.zones[0].block_table.pool
-    assert base.table.memory.given >= 14 and pool.used == 0 and base.table.nbytes == 0
+    assert base.table.memory.committed >= 14 and pool.used == 0 and base.table.nbytes == 0
     free = TokenTable("free", 2, 2, 3, torch.float32, CPU)
     free.append(0, rows(0, 5))
     free.reserve(1000)
