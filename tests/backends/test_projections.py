@@ -131,14 +131,14 @@ def test_parts_of_a_group_lie_in_the_order_in_which_they_are_called() -> None:
 
 def test_while_a_recorded_step_is_in_use_weights_keep_their_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="Triton is only there on Linux")
-    from kvrecall.backends.transformers.capture import graphs
+    from kvrecall.backends.transformers.capture import runner
 
-    model, step = tiny("llama", num_hidden_layers=1), SimpleNamespace(members=[object()])
-    monkeypatch.setitem(graphs._steps, model, [step])
+    model, step = tiny("llama", num_hidden_layers=1), SimpleNamespace(leases=[object()])
+    monkeypatch.setitem(runner._graphs, model, [step])
     places = [x.data_ptr() for x in model.parameters()]
-    key = graphs.key_of(model, compiled=True, ranks=1)
+    key = runner._key_of(model, True, 1, 1)
     assert places == [x.data_ptr() for x in model.parameters()]
-    step.members = []
-    assert graphs.key_of(model, compiled=False, ranks=1).model == key.model
-    assert graphs.key_of(model, compiled=True, ranks=1).model != key.model  # so no older step is replayed
+    step.leases = []
+    assert runner._key_of(model, False, 1, 1).model == key.model
+    assert runner._key_of(model, True, 1, 1).model != key.model  # so no older step is replayed
     assert places != [x.data_ptr() for x in model.parameters()]

@@ -60,7 +60,7 @@ def test_nothing_is_compiled_later(drafts: int, keeps: bool, launches: dict[str,
     divided as for longer texts."""
     monkeypatch.setattr("kvrecall.index.sphere.kernels.search.capability", lambda _: (9, 0))
     monkeypatch.setattr("kvrecall.merge.kernels_available", lambda _: True)
-    monkeypatch.setattr("kvrecall.step.device.branches", lambda pairs, _: 1 if pairs < 8 else min(6, pairs // 4))
+    monkeypatch.setattr("kvrecall.step.device.stream_count", lambda pairs, _: 1 if pairs < 8 else min(6, pairs // 4))
     passes, dense, each = Passes(drafts, keeps), METHOD.sink_tokens + METHOD.local_tokens, 1 + drafts
     for trial in trials(Limits(CHUNK, LONGEST, dense, 32, drafts, MOST * each, TOGETHER), gpu=True):
         passes.run(trial)

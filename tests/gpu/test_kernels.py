@@ -213,7 +213,7 @@ def test_captured_generation_equals_the_uncaptured_one(name: str, ragged: bool) 
 
 @pytest.mark.parametrize("name", ["paper", "products", "balanced", "page-means"])
 def test_captured_generation_in_branches_equals_the_uncaptured_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrecall.index.sphere.step.branches", lambda pairs, tokens: 3)
+    monkeypatch.setattr("kvrecall.index.sphere.step.stream_count", lambda pairs, tokens: 3)
     compare_generations(METHODS[name], ragged=True)
 
 

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 import kvrecall
 from kvrecall import engine
 from kvrecall.attend import reference
-from kvrecall.backends.transformers.capture import graphs
+from kvrecall.backends.transformers.capture import runner
 from kvrecall.cache import device_memory
 from kvrecall.core.structs import HostTable
 from kvrecall.layer.pipeline import decode_step, prefill_layer
@@ -158,7 +158,7 @@ def test_a_cache_that_is_gone_leaves_no_memory(monkeypatch: pytest.MonkeyPatch) 
         assert cache.stats().total.host_bytes == 0
         assert sum(driver.live.values()) >= 3 * 4000 * 2 * 2 * 64 * 4  # layers, tokens, heads, K and V, D, fp32
         del cache
-        graphs.release(model)  # recorded steps keep the memory of their blocks
+        runner.release(model)  # recorded steps keep the memory of their blocks
         gc.collect()
         torch.cuda.synchronize()
         assert not driver.live

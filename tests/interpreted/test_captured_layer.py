@@ -163,8 +163,8 @@ def test_a_step_in_branches_is_the_undivided_one(name: str, monkeypatch: pytest.
         for part in reversed(parts):
             work(part)
 
-    monkeypatch.setattr("kvrecall.index.sphere.step.branches", lambda pairs, tokens: 3)
-    monkeypatch.setattr("kvrecall.index.sphere.step.beside", told)
+    monkeypatch.setattr("kvrecall.index.sphere.step.stream_count", lambda pairs, tokens: 3)
+    monkeypatch.setattr("kvrecall.index.sphere.step.on_streams", told)
     compare(METHODS[name], 2, AttentionParams(DIM**-0.5))
     assert asked == 2 * [range(0, 1), range(1, 2), range(2, 4)]
 

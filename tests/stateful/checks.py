@@ -117,7 +117,7 @@ def _check_means(
     torch.testing.assert_close(rows[2].exp(), left.expand(GROUP, -1), **CLOSE)
 
 
-_SHARED = ("counters", "made", "_turns")
+_SHARED = ("counters", "derived", "_cos_sin")
 """Of one generation, which sequences in another order go on; and what copies make together and never change, but for more."""
 
 
