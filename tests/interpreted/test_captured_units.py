@@ -92,7 +92,7 @@ def go_on(
         if plain.index is not None:
             zones = layers.all[0].zones
             on_device = zones.rows.view(b, -1, ZONE_NUMBERS)[:, 0, 4:6].tolist()
-            assert [[own.retrieval, own.total - own.sink] for own in zones.lengths(joined.slots)] == on_device
+            assert [[own.retrieval, own.total - own.sink] for own in zones.lengths(joined.numbers)] == on_device
     layers.leave(joined)
 
 
@@ -150,7 +150,9 @@ def test_a_decode_may_end_when_the_next_step_is_prepared(name: str, steps: int) 
 def test_room_that_cannot_be_page_locked_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels would read memory that no GPU can; what was there before is as it was."""
     plain, other = both(METHODS["prkv"], 2, [74, 55])
-    gpu = SimpleNamespace(shape=SimpleNamespace(device=torch.device("cuda")), store=SimpleNamespace(pinned=False))
+    gpu = SimpleNamespace(
+        shape=SimpleNamespace(device=torch.device("cuda")), store=SimpleNamespace(memory=SimpleNamespace(pinned=False))
+    )
     with monkeypatch.context() as patch:
         patch.setattr("kvrecall.layer.slots.layers.require_pinned", lambda _: require_pinned(gpu))
         with pytest.raises(CaptureError, match=r"refused to pin host memory.*ulimit"):

@@ -72,7 +72,7 @@ def step(layers: Layers, requests: list[Request], number: int) -> None:
     for one in present:
         assert one.joined is not None
         for whole, own in zip(fed, one.token(), strict=True):
-            whole[one.joined.slots] = own
+            whole[one.joined.numbers] = own
     layers.prepare()
     layer = layers.all[0]
     if layer.early:
@@ -83,7 +83,7 @@ def step(layers: Layers, requests: list[Request], number: int) -> None:
     for one in present:
         assert one.joined is not None
         expected = decode_step(one.plain, *one.token(), None, PARAMS)
-        torch.testing.assert_close(out[one.joined.slots], expected, atol=2e-6, rtol=2e-6)
+        torch.testing.assert_close(out[one.joined.numbers], expected, atol=2e-6, rtol=2e-6)
         one.steps += 1
 
 
