@@ -238,6 +238,25 @@ def test_windows_come_back_where_memory_is_short_and_all_layers_though_one_fails
     same(cache, other, prompt(False)[1].new_ones(2, 60))
 
 
+def test_a_cache_that_cannot_be_given_back_is_told_and_not_decoded_uncaptured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room has run out, so it is given back before the next step; some of its tokens are lost then."""
+    model = model_of("gemma2")
+    cache = kvrecall.RetrievalCache(model.config, METHOD)
+    engine.prefill(model, prompt(False)[0], cache)
+    captured = CapturedSteps(model, cache, required=False)
+    for _ in range(2):
+        captured.step(TOKENS, 2)
+    first = type(_graph(captured).layers.all[0])
+
+    def fail(self: Any, group: Any) -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(first, "_give_back", fail)
+    with pytest.raises(RuntimeError, match=r"^the device is gone"):
+        captured.step(TOKENS, 2)
+    assert not captured.refused
+
+
 def test_a_capture_made_anew_that_fails_adds_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("gemma2")
     cache = kvrecall.RetrievalCache(model.config, METHOD)

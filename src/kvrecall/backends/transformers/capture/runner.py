@@ -110,9 +110,8 @@ class GraphRunner:
                 if too_large or not self._join(missing):
                     self.close()
                     self._begin(inputs)
-        except BaseException as error:
+        except BaseException:
             self.close()
-            self._raise_as_capture_error(error)
             raise
 
     def holds(self, cache: RetrievalCache) -> bool:
@@ -256,10 +255,11 @@ class GraphRunner:
                 self._feed(graph, inputs)
                 graph.record(self._model, self.forward or self._model.forward, self._leases[id(inputs[0].cache)])
                 _keep(self._model, graph)
-        except BaseException:
+        except BaseException as error:
             self.close()
             for lease in leases:
                 lease.undo()
+            self._raise_as_capture_error(error)
             raise
 
     def _all_ranks(self, flag: bool) -> bool:
