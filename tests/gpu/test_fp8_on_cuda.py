@@ -93,6 +93,7 @@ def test_what_lies_on_the_host_is_half_as_large() -> None:
     pool = store(1, 3, 128, torch.bfloat16, "cuda", small=True).host[0]
     pool.append(rows.cuda())
     (held,) = pool.stored()
+    torch.cuda.synchronize()  # the GPU's stream waits for the copy, the host does not
     assert held.nbytes == small.nbytes and held.scales.is_pinned()
     assert torch.equal(held.numbers.view(torch.uint8), quantised(rows).numbers.view(torch.uint8))
 

@@ -414,8 +414,8 @@ def test_non_finite_keys_are_reported(name: str) -> None:
     cache = kvrecall.RetrievalCache(model.config, METHODS[name])
     engine.prefill(model, torch.randint(5, 500, (1, 300), device="cuda"), cache)
     captured = CapturedSteps(model, cache, required=True)
-    captured.step(torch.zeros(2, 1, dtype=torch.int64), 100)
+    captured.step(torch.zeros(1, 1, dtype=torch.int64), 100)
     model.model.embed_tokens.weight.data[7] = float("nan")
-    captured.step(torch.full((2, 1), 7), 100)
+    captured.step(torch.full((1, 1), 7), 100)
     with pytest.raises(NonFiniteError):
         captured.runner.check_finite()
