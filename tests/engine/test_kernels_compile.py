@@ -254,6 +254,7 @@ def test_a_step_and_prompts_over_blocks_of_vllm(
     from kvrecall.step.summaries import width_of
 
     monkeypatch.setattr("kvrecall.index.sphere.kernels.search.capability", lambda _: divmod(capability, 10))
+    monkeypatch.setattr("kvrecall.step.device._MANY", 2)
     rest = "page-means:page_tokens=4" if method == "balanced" else None
     asked, ints, here = replace(METHODS[method], rest=rest), {"dtype": torch.int32}, torch.device("cpu")
     index = asked.index_config()
@@ -270,11 +271,11 @@ def test_a_step_and_prompts_over_blocks_of_vllm(
     decoded = plan.fill(torch.tensor([0, 1, 2, 9], **ints), torch.tensor([800, 3, 7], **ints), blocks, 2)
     window = Window(torch.zeros(9, 2, 16, 2 * dim, dtype=dtype), blocks, torch.zeros(9).long())
     queries, keys = torch.zeros(9, 2 * group, dim, dtype=dtype), torch.zeros(9, 2, dim, dtype=dtype)
-    whole = Pass(2, [Chunk(2, slice(2, 9), 0)], plan, decoded, blocks, torch.zeros(9).long(), {})
+    whole = Pass(2, [Chunk(2, slice(2, 9), 5)], plan, decoded, blocks, torch.zeros(9).long(), {})
     layer.store(keys, keys, whole, window)
     layer.decode(queries, keys, keys, whole, window, torch.zeros_like(queries))
     names = {kernel.__name__ for kernel, *_ in launches.values()}
-    own = {"plan_kernel", "store_kernel", "paged_step_kernel", "merge_kernel"}
+    own = {"plan_kernel", "store_kernel", "run_kernel", "window_kernel", "paged_step_kernel", "merge_kernel"}
     own |= {"mean_kernel", "page_means_kernel"} if rest else set()
     shared = {"encode_kernel", "rotate_kernel", "binary_kernel" if capability < 100 else "product_kernel", "compact_kernel",
               "rerank_kernel", "top_kernel"}  # fmt: skip

@@ -15,7 +15,7 @@ import kvrecall
 from kvrecall.attend import cudnn
 from kvrecall.core.structs import AttentionParams
 from kvrecall.index.sphere import SphereConfig
-from kvrecall.step.device import TOGETHER, DeviceLayer, Pass, Window
+from kvrecall.step.device import DeviceLayer, Pass, Window, searched_together
 from kvrecall.step.plan import PassPlan
 from kvrecall.step.stream import PLACES, STREAMED_TOKENS, HostBlocks
 from kvrecall.step.summaries import width_of
@@ -56,18 +56,17 @@ class Passes:
 
 @pytest.mark.parametrize(("drafts", "keeps"), [(0, True), (0, False), (3, True)])
 def test_nothing_is_compiled_later(drafts: int, keeps: bool, launches: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a prompt's length, its row of the batch, and the number of sequences that decode beside it. The search is
-    divided as for longer texts."""
+    """Whatever a prompt's length, its row of the batch, and the number of sequences that decode beside it."""
     monkeypatch.setattr("kvrecall.index.sphere.kernels.search.capability", lambda _: (9, 0))
     monkeypatch.setattr("kvrecall.merge.kernels_available", lambda _: True)
-    monkeypatch.setattr("kvrecall.step.device.stream_count", lambda pairs, _: 1 if pairs < 8 else min(6, pairs // 4))
     passes, dense, each = Passes(drafts, keeps), METHOD.sink_tokens + METHOD.local_tokens, 1 + drafts
-    for trial in trials(Limits(CHUNK, LONGEST, dense, 32, drafts, MOST * each, TOGETHER), gpu=True):
+    limits = Limits(CHUNK, LONGEST, dense, 32, drafts, MOST * each, searched_together(MOST * each, LONGEST))
+    for trial in trials(limits, gpu=True):
         passes.run(trial)
     known = set(launches)
-    assert {"store_kernel", "encode_kernel", "mean_kernel", "take_in_kernel", "plan_kernel", "paged_step_kernel"} <= {
-        kernel.__name__ for kernel, *_ in launches.values()
-    }
+    names = {kernel.__name__ for kernel, *_ in launches.values()}
+    assert {"store_kernel", "run_kernel", "encode_kernel", "mean_kernel", "take_in_kernel"} <= names
+    assert {"plan_kernel", "window_kernel", "paged_step_kernel"} <= names
     for count, past in ((1 + each, 0), (33, 0), (128, 0), (599, 0), (600, 600), (599, 1301), (8, 1), (100, 1024)):
         for steps in (0, 1, 3, 16):
             counts = [each] * steps + [count, 1 + each]

@@ -18,12 +18,26 @@ from tests.step.test_paged import DIM, HEADS, SHAPE, SIZE, cut, dense, method_of
 GIVEN = paged.GIVEN[:2]
 
 
+EACH_WAY = pytest.mark.parametrize(
+    ("given", "many"),
+    [(GIVEN[0], 16), (GIVEN[1], 16), (GIVEN[0], 1)],
+    ids=["balanced", "products", "window-alone"],
+    indirect=["many"],
+)
+
+
+@pytest.fixture
+def many(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From how many sequences on the window has a launch of its own."""
+    monkeypatch.setattr("kvrecall.step.device._MANY", request.param)
+
+
 def close(out: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(out, wanted, rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("given", GIVEN, ids=paged.short)
-def test_prompts_in_chunks_and_steps_that_find_everything_are_dense(given: dict) -> None:
+@EACH_WAY
+def test_prompts_in_chunks_and_steps_that_find_everything_are_dense(given: dict, many: None) -> None:
     """From the first token on: short sequences, too, have no other step."""
     device, text = Device(given, top_k=512), tokens(330, 1)
     for at in range(3):
@@ -38,8 +52,23 @@ def test_prompts_in_chunks_and_steps_that_find_everything_are_dense(given: dict)
     assert not device.layer.bad.any()
 
 
-@pytest.mark.parametrize("given", GIVEN, ids=paged.short)
-def test_steps_find_what_the_cpu_finds_whatever_their_rows_held_before(given: dict) -> None:
+def test_decoded_tokens_reach_the_host_before_they_leave_the_window() -> None:
+    """In runs, which end at blocks, too; after a prompt that ends within one."""
+    device = Device(GIVEN[0], top_k=512)
+    local, text, first = device.layer.scratch.local, tokens(300, 1), 250
+    device.feed({0: cut(text, 0, first)})
+    device.host.rows[device.tables[0][first // SIZE], :, first % SIZE :] = float("nan")
+    for at in range(first, 300):
+        close(device.feed({0: cut(text, at, at + 1)})[0][0], dense(text, at))
+        gone = [device.host.rows[device.tables[0][p // SIZE], :, p % SIZE] for p in range(at + 2 - local)]
+        assert torch.isfinite(torch.stack(gone)).all(), "of tokens that the next step does not find in the window"
+    assert not torch.isfinite(device.host.rows[device.tables[0][299 // SIZE], :, 299 % SIZE]).any(), "its run has not ended"
+    whole = device.host.rows[device.tables[0][: 299 // SIZE]]
+    assert torch.isfinite(whole).all(), "blocks of which other sequences may read"
+
+
+@EACH_WAY
+def test_steps_find_what_the_cpu_finds_whatever_their_rows_held_before(given: dict, many: None) -> None:
     """Sequences move between rows of the batch, leave, and others get their blocks."""
     if given["method"] == "pariskv":  # a bf16 weight may lie between two roundings, a query's whole coordinates too
         given = given | {"min_candidates_per_k": 20, "weight_dtype": "float32"}
@@ -79,8 +108,8 @@ def test_steps_find_what_the_cpu_finds_whatever_their_rows_held_before(given: di
     assert Counts.of([device.layer], [device.plan]) == Counts.of([bench.layer], []) == Counts()
 
 
-@pytest.mark.parametrize("given", GIVEN, ids=paged.short)
-def test_a_draft_s_tokens_get_what_each_gets_alone_whatever_is_rejected(given: dict) -> None:
+@EACH_WAY
+def test_a_draft_s_tokens_get_what_each_gets_alone_whatever_is_rejected(given: dict, many: None) -> None:
     """Beside sequences without a draft, or with a shorter one, and rows that are nobody's. Blocks, and pages of means, end
     inside drafts; what is rejected is written over."""
     text, other, wrong = tokens(340, 3), tokens(320, 4), tokens(340, 5)

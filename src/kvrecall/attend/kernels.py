@@ -55,6 +55,13 @@ def attend_block(p_queries, p_out, p_lse, o_part, b_k, b_v, m_r, scaling, softca
 
 
 @triton.jit
+def empty_part(p_lse, o_part, G: tl.constexpr, PARTS):
+    """Part o_part of lse `[G, PARTS]` has no rows; a merge does not read its numbers."""
+    o_g = tl.arange(0, triton.next_power_of_2(G))
+    tl.store(p_lse + o_g * PARTS + o_part, float("-inf"), mask=o_g < G)
+
+
+@triton.jit
 def window_rows(p_rows, p_length, p_key, p_value, o_r, CAPACITY, SINK, D: tl.constexpr, BD: tl.constexpr):
     """K and V `[R, BD]` of resident rows o_r of `[CAPACITY, 2, D]`, and a mask of the valid ones.
 

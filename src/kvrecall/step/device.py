@@ -27,7 +27,6 @@ from kvrecall.index.sphere.kernels import encode
 from kvrecall.index.sphere.kernels.search import GpuSearch, Tables
 from kvrecall.index.sphere.maps import Maps
 from kvrecall.index.sphere.plan import SEARCH_FIELDS
-from kvrecall.index.sphere.streams import on_streams, split_heads, stream_count
 from kvrecall.merge import merge_in_turn
 from kvrecall.merge.cuda import merge_step
 from kvrecall.methods.base import Method
@@ -40,13 +39,19 @@ _ENCODED_ROWS = 32
 """Coordinates per program that encodes a token."""
 _STORED = 16
 """Tokens of prompts per program."""
-TOGETHER = 32
-"""Tokens of a pass that are searched at a time; the next ones reuse the scratch."""
+_TOGETHER, _TOGETHER_LONG, _LONG = 64, 32, 262_144
+"""Tokens of a pass that are searched at a time, and those in an engine for sequences of more than `_LONG` tokens, whose scratch
+is larger."""
 _MEAN_TILES, _MOST_MEAN_PARTS = 2, 32
 """Blocks of `DENSE_ROWS` page means per program, and most programs for them per KV head."""
-_MOST_STREAMS = 4
-"""Branches of a search, because sequences may be much shorter than the longest one: a launch of eight short sequences takes as
-long as one of two."""
+_MANY, _MANY_MEAN_PARTS = 16, 4
+"""From this many tokens that are searched together on, few programs per KV head fill a GPU; most for its page means."""
+_WINDOW_SHARES, _WINDOW_ROWS, _WINDOW_STAGES = 2, 32, 5
+"""Then for its window; rows that each attends to at a time, and stages of its loop, which reads ahead."""
+_RUN = 64
+"""Most tokens whose rows go to the host at a time."""
+_SPREAD = 27
+"""Layers end their runs this many steps after each other; odd, so that few end them together."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +119,12 @@ class Pass:
         return Pass(begins[decodes], chunks, plan, decoded, blocks, told.slot_mapping, tables)
 
 
+def searched_together(most: int, longest: int) -> int:
+    """Tokens of a pass that are searched at a time; the next ones reuse the scratch. most: that a pass decodes. longest: tokens
+    of a sequence."""
+    return min(most, _TOGETHER if longest <= _LONG else _TOGETHER_LONG)
+
+
 class Scratch:
     """Scratch that all layers of one shape share."""
 
@@ -122,28 +133,39 @@ class Scratch:
         assert method.top_k is not None
         self.sinks, self.local, self.top_k = method.sink_tokens, method.local_tokens, method.top_k
         heads, dim, device = shape.kv_heads, shape.head_dim, shape.device
-        self.together, self.longest = min(most, TOGETHER), longest
+        self.together, self.longest = searched_together(most, longest), longest
         self.means = method.rest_config()
         self.mean_tokens = 1 if self.means is None else self.means.page_tokens
-        own = Parts.of(method)
-        self.chosen_rows, self.chosen, self.sink_parts = own.rows, own.chosen, own.sinks
+        self.parts = own = Parts.of(method)
         self.mean_parts = 0
         if self.means is not None:
             wanted = cdiv(longest // self.mean_tokens, DENSE_ROWS * _MEAN_TILES)
             self.mean_parts = max(1, min(_MOST_MEAN_PARTS, MOST_PARTS - own.total, wanted))
-        self.parts = own.total + self.mean_parts
         reranked = int(candidates(index, longest, self.top_k).max())
         group = shape.query_heads // heads
         self.search = GpuSearch(
             self.together, heads, group, dim, index.gqa, index.stage1, self.top_k, longest, reranked, maps, ROW, index.norms,
             self.sinks,
         )  # fmt: skip
-        sizes = self.together, shape.query_heads, self.parts
+        self._query_heads = shape.query_heads
+        numbers = max(n * shape.query_heads * sum(self.shares(n)) for n in range(1, self.together + 1))
         with lasting_tensors():
-            self.out = torch.zeros(*sizes, dim, dtype=torch.float32, device=device)
-            self.lse = torch.zeros(*sizes, dtype=torch.float32, device=device)
+            self._out = torch.zeros(numbers, dim, dtype=torch.float32, device=device)
+            self._lse = torch.zeros(numbers, dtype=torch.float32, device=device)
             self.levels, self.thresholds = magnitude_levels(device), magnitude_thresholds(device)
         self.stream = Stream(shape)
+
+    def shares(self, tokens: int) -> tuple[int, int, int]:
+        """Parts of the merge for so many tokens at a time: of selected rows and sinks, of the window, and of page means."""
+        own, many = self.parts, tokens >= _MANY
+        window, means = (_WINDOW_SHARES, min(self.mean_parts, _MANY_MEAN_PARTS)) if many else (own.window, self.mean_parts)
+        return own.chosen + own.sinks, window, means
+
+    def merged(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """Parts of the merge for so many tokens: out fp32 `[tokens, H_q, P, D]` and lse without D."""
+        sizes = tokens, self._query_heads, sum(self.shares(tokens))
+        count = sizes[0] * sizes[1] * sizes[2]
+        return self._out[:count].view(*sizes, -1), self._lse[:count].view(sizes)
 
 
 class DeviceLayer:
@@ -162,6 +184,9 @@ class DeviceLayer:
         self._tokens, tokens = 1 + drafts, most * (1 + drafts)
         self.scratch = scratch or Scratch(method, index, shape, maps, tokens, longest)
         self._maps, self._search = maps, self.scratch.search.sharing(maps)
+        self._every = 1 << (min(_RUN, method.local_tokens - drafts).bit_length() - 1)
+        """Most tokens whose rows are not on the host yet; they are in the window."""
+        self._phase = number * _SPREAD % self._every
         self._centring = encode.Centring.of(maps, longest)
         heads, dim, k, device = shape.kv_heads, shape.head_dim, self.scratch.top_k, shape.device
         kept = kept_sequences(most, drafts) if keeps else 0
@@ -203,24 +228,19 @@ class DeviceLayer:
             tables = Tables(self._codes, blocks, self._counts, self._zero_norms.expand(len(blocks), -1))
             pairs = range(len(blocks) * self.shape.kv_heads)
             q, k, v = queries[own].contiguous(), keys[own], values[own]  # a token's kernels read those before it, too
+            parts, lse = self.scratch.merged(len(blocks))
+            if len(blocks) >= _MANY:
+                self._attend_window(q, k, v, batch, own, window, parts, lse)
+            self._search.launch(q, tables, rows[own], batch.plan.fire[own], self._params.scaling, pairs, len(pairs))
+            self._attend(q, k, v, batch, own, window, parts, lse)
+            if self._means is not None:
+                self._estimate(q, self._means, batch.plan.pages[own], tables.blocks, parts, lse)
+            merge_step(q.unsqueeze(2), parts, lse, self._params.sink_logits, into=out[own])
 
-            def part(
-                of: range, own: slice = own, q: Tensor = q, k: Tensor = k, v: Tensor = v, tables: Tables = tables,
-                among: int = len(pairs),
-            ) -> None:  # fmt: skip
-                self._search.launch(q, tables, rows[own], batch.plan.fire[own], self._params.scaling, of, among)
-                self._attend(q, k, v, batch, own, window, of)
-                if self._means is not None:
-                    self._estimate(q, self._means, batch.plan.pages[own], tables.blocks, of)
-
-            on_streams(split_heads(pairs, min(stream_count(len(pairs), self.scratch.longest), _MOST_STREAMS)), q, part)
-            merge_step(
-                q.unsqueeze(2), self.scratch.out[: len(blocks)], self.scratch.lse[: len(blocks)], self._params.sink_logits,
-                into=out[own],
-            )  # fmt: skip
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Pass, own: slice, window: Window, pairs: range) -> None:
-        """Selected rows, sinks, window and the new token, for `pairs` of the pass's tokens `own` and KV heads."""
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, batch: Pass, own: slice, window: Window, parts: Tensor, lse: Tensor
+    ) -> None:
+        """Selected rows, sinks, window and the new token, for the pass's tokens `own`. parts, lse: of the merge."""
         from kvrecall.step.kernels import paged_step_kernel
 
         scratch, maps, centring, codes, params, shape = (
@@ -228,38 +248,55 @@ class DeviceLayer:
         )  # fmt: skip
         dim, measured, centred = shape.head_dim, codes.norms is not None, maps.means is not None
         means = codes.signs if self._means is None else self._means
-        meaned, own_parts = self._means is not None, scratch.parts - scratch.mean_parts
-        pieces = cdiv(dim, _ENCODED_ROWS) + measured + meaned
+        meaned, (others, window_parts, _) = self._means is not None, scratch.shares(len(q))
+        pieces = cdiv(dim, _ENCODED_ROWS) + measured + meaned + 1
+        programs = others + pieces + (window_parts if len(q) < _MANY else 0)
         least, most = weight_range(codes.weights.dtype, centred)
         plan, blocks, recent, rows = batch.plan, batch.blocks, window.blocks, self._host.rows
-        paged_step_kernel[(len(pairs) * (own_parts + pieces),)](
+        paged_step_kernel[(len(q) * shape.kv_heads * programs,)](
             q, k, v, plan.rows[own], plan.fire[own], self.bad[own], self._search.ids, rows, blocks, window.rows, recent,
-            self._sinks, self._kept_ids, self._kept, self.read[own], scratch.out, scratch.lse, maps.keys, centring.means,
+            self._sinks, self._kept_ids, self._kept, self.read[own], parts, lse, maps.keys, centring.means,
             centring.cos, centring.sin, scratch.levels, scratch.thresholds, codes.signs, codes.magnitudes, codes.weights,
             codes.norms if measured else codes.signs, means, self._zero_norms, params.scaling, params.softcap, q.stride(0),
-            k.stride(0), v.stride(0), shape.kv_heads, blocks.stride(0), recent.stride(0), pairs.start, scratch.top_k,
-            scratch.sinks, scratch.local, *window.places,
+            k.stride(0), v.stride(0), shape.kv_heads, blocks.stride(0), recent.stride(0), programs, scratch.top_k,
+            scratch.sinks, scratch.local, parts.shape[2], self._every, self._phase, *window.places,
             codes.signs.stride(0), maps.stride, centring.between, means.stride(0), scratch.mean_tokens, most, least, MIN_ALPHA,
             BLOCK=self._host.block_size, D=dim, BD=next_power_of_2(dim), S=dim // BLOCK, ROWS=_ENCODED_ROWS,
-            G=shape.query_heads // shape.kv_heads, R=scratch.chosen_rows, W=DENSE_ROWS, BK=next_power_of_2(scratch.top_k),
-            CHOSEN=scratch.chosen, PIECES=pieces, SINK_PARTS=scratch.sink_parts, MEANED=meaned, OWN_PARTS=own_parts,
-            PARTS=scratch.parts, SEARCH=SEARCH_FIELDS, STRIDE=ROW, CAP=params.softcap != 0, SPAN=SPAN, CENTRED=centred,
+            G=shape.query_heads // shape.kv_heads, R=scratch.parts.rows, W=DENSE_ROWS, BK=next_power_of_2(scratch.top_k),
+            CHOSEN=scratch.parts.chosen, PIECES=pieces, SINK_PARTS=scratch.parts.sinks, MEANED=meaned,
+            SEARCH=SEARCH_FIELDS, STRIDE=ROW, CAP=params.softcap != 0, SPAN=SPAN, CENTRED=centred,
             NORMS=measured, REUSE=own.start < self._kept_tokens, TOKENS=self._tokens, num_warps=4, **overlapping(shape.device),
         )  # fmt: skip
 
-    def _estimate(self, q: Tensor, means: Tensor, pages: Tensor, blocks: Tensor, pairs: range) -> None:
+    def _attend_window(
+        self, q: Tensor, k: Tensor, v: Tensor, batch: Pass, own: slice, window: Window, parts: Tensor, lse: Tensor
+    ) -> None:
+        """As `_attend`, the window and the new token of many sequences, in a launch of its own."""
+        from kvrecall.step.kernels import window_kernel
+
+        scratch, params, shape, recent = self.scratch, self._params, self.shape, window.blocks
+        others, shares, _ = scratch.shares(len(q))
+        window_kernel[(len(q) * shape.kv_heads * shares,)](
+            q, k, v, batch.plan.rows[own], self.bad[own], window.rows, recent, parts, lse, params.scaling, params.softcap,
+            q.stride(0), k.stride(0), v.stride(0), shape.kv_heads, recent.stride(0), scratch.local, shares, others,
+            parts.shape[2], *window.places, D=shape.head_dim, BD=next_power_of_2(shape.head_dim),
+            G=shape.query_heads // shape.kv_heads, W=_WINDOW_ROWS, SEARCH=SEARCH_FIELDS, STRIDE=ROW, CAP=params.softcap != 0,
+            STAGES=_WINDOW_STAGES, num_warps=4, **overlapping(shape.device),
+        )  # fmt: skip
+
+    def _estimate(self, q: Tensor, means: Tensor, pages: Tensor, blocks: Tensor, parts: Tensor, lse: Tensor) -> None:
         """Means of whole pages, as the last parts of the merge, in a launch of its own: it needs the ids, but not the selected
         rows, so it runs while those come over the bus."""
         from kvrecall.index.page_means.kernels import page_means_kernel, pages_at_once
 
         scratch, shape, dim = self.scratch, self.shape, self.shape.head_dim
-        page_means_kernel[(len(pairs) * scratch.mean_parts,)](
-            q, means, blocks, pages, self._search.ids, scratch.out, scratch.lse, self._params.scaling, self._params.softcap,
-            shape.kv_heads, pairs.start, blocks.stride(0), means.stride(0), means.shape[2], scratch.top_k,
-            scratch.mean_tokens, scratch.sinks, BLOCK=self._host.block_size, D=dim, BD=next_power_of_2(dim),
+        *others, shares = scratch.shares(len(q))
+        page_means_kernel[(len(q) * shape.kv_heads * shares,)](
+            q, means, blocks, pages, self._search.ids, parts, lse, self._params.scaling, self._params.softcap, shape.kv_heads,
+            0, blocks.stride(0), means.stride(0), means.shape[2], scratch.top_k, scratch.mean_tokens, scratch.sinks, shares,
+            sum(others), parts.shape[2], BLOCK=self._host.block_size, D=dim, BD=next_power_of_2(dim),
             G=shape.query_heads // shape.kv_heads, W=pages_at_once(dim, shape.dtype.itemsize),
-            BK=next_power_of_2(scratch.top_k), SHARES=scratch.mean_parts, FIRST=scratch.parts - scratch.mean_parts,
-            PARTS=scratch.parts, CAP=self._params.softcap != 0, num_warps=4, **overlapping(shape.device),
+            BK=next_power_of_2(scratch.top_k), CAP=self._params.softcap != 0, num_warps=4, **overlapping(shape.device),
         )  # fmt: skip
 
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor, batch: Pass, window: Window, out: Tensor) -> None:
@@ -270,7 +307,7 @@ class DeviceLayer:
 
     def store(self, keys: Tensor, values: Tensor, batch: Pass, window: Window) -> None:
         """Keeps the tokens of the prompts of a pass: keys, values `[T, H_kv, D]`, of all its tokens."""
-        from kvrecall.step.kernels import mean_kernel, store_kernel
+        from kvrecall.step.kernels import mean_kernel, run_kernel, store_kernel
 
         if not batch.chunks:
             return
@@ -282,6 +319,14 @@ class DeviceLayer:
             BD=next_power_of_2(shape.head_dim), T=_STORED, num_warps=4,
         )  # fmt: skip
         for chunk in batch.chunks:
+            # Its last tokens may have been decoded, because a pass had room for few of them.
+            begun = chunk.past - min((chunk.past + self._phase) % self._every, chunk.past % self._host.block_size)
+            if begun < chunk.past:
+                run_kernel[(shape.kv_heads,)](
+                    self._host.rows, batch.blocks[chunk.row], window.rows, window.blocks[chunk.row], begun, chunk.past,
+                    shape.kv_heads, *window.places, BLOCK=self._host.block_size, D=shape.head_dim,
+                    BD=next_power_of_2(shape.head_dim), W=_STORED, num_warps=4,
+                )  # fmt: skip
             own = keys[chunk.tokens].transpose(0, 1)
             encode.encode(own, self._maps, chunk.past, self._codes, batch.blocks[chunk.row], self._zero_norms)
             page = self.scratch.mean_tokens

@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvrecall.attend.kernels import attend_block, flag_odd, readers_first, selected_rows, store_new
-from kvrecall.core.triton import begin, end, row_offset
+from kvrecall.attend.kernels import attend_block, empty_part, flag_odd, readers_first, selected_rows, store_new
+from kvrecall.core.triton import begin, capped, end, row_offset
 from kvrecall.index.sphere.kernels.blocks import numbers_of
 from kvrecall.index.sphere.kernels.encode import encode_one, measure_one
 
@@ -70,7 +70,7 @@ def plan_kernel(
         i_row, own = begin + i_t, past + i_t + 1
         p_row, tokens = p_plan + i_row * STRIDE, tl.maximum(past + i_t + 1 - LOCAL, 0)
         searches = tokens > SINKS
-        tl.store(p_row, tokens)
+        tl.store(p_row, tl.where(searches, tokens, 0))
         tl.store(p_row + 1, tl.where(searches, tl.minimum(tl.load(p_candidates + tokens), tokens - SINKS), 0))
         tl.store(p_row + SEARCH, own)
         tl.store(p_row + SEARCH + 1, i_b)
@@ -115,6 +115,37 @@ def window_place(p_table, position, i_kv, m_row, PAGE, W_BLOCK, W_HEAD, W_TOKEN)
 
 
 @triton.jit
+def run_start(position, PHASE, EVERY, BLOCK: tl.constexpr):
+    """The first position of the run of `position`: rows go to the host in runs of at most EVERY, which end at blocks, too.
+
+    EVERY is a power of two. PHASE shifts the ends of runs, so that not all layers write in the same step.
+    """
+    return position - tl.minimum((position + PHASE) % EVERY, position % BLOCK)
+
+
+@triton.jit
+def store_run(
+    p_keys, p_values, start, new, stop, p_pool, p_blocks, p_window, p_recent, i_kv, K_TOKEN, V_TOKEN, HEADS, PAGE, W_BLOCK,
+    W_HEAD, W_TOKEN, BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """Copies the rows of positions start .. stop - 1 of one KV head, all in one block, to the host; W at a time.
+
+    Positions from `new` on are tokens of this pass, at keys and values; earlier ones are in the window's pages.
+    """
+    o_d = tl.arange(0, 2 * BD)  # a row, key and value
+    for i in range(start, stop, W):
+        o_r = i + tl.arange(0, W)
+        m_r = o_r < stop
+        o_new = tl.where(m_r & (o_r >= new), o_r - new, 0).to(tl.int64)
+        p_new = tl.where((o_d < D)[None, :], p_keys + (o_new * K_TOKEN)[:, None], p_values + (o_new * V_TOKEN)[:, None] - D)
+        o_near = window_place(p_recent, o_r, i_kv, m_r & (o_r < new), PAGE, W_BLOCK, W_HEAD, W_TOKEN)
+        p_row = tl.where((o_r >= new)[:, None], p_new, p_window + o_near[:, None]) + o_d[None, :]
+        m_row = m_r[:, None] & (o_d < 2 * D)[None, :]
+        p_host = p_pool + row_offset(p_blocks, o_r, m_r, i_kv, HEADS, BLOCK, D)[:, None] + o_d[None, :]
+        tl.store(p_host, tl.load(p_row, mask=m_row), mask=m_row)
+
+
+@triton.jit
 def take_mean(
     p_mean, first, p_keys, p_values, new, near, p_pool, p_blocks, p_window, p_recent, i_kv, K_TOKEN, V_TOKEN, HEADS, TOKENS,
     SINKS, PAGE, W_BLOCK, W_HEAD, W_TOKEN, BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, W: tl.constexpr,
@@ -152,38 +183,120 @@ def take_mean(
         tl.store(p_mean + D + o_d, b_v / count, mask=o_d < D)
 
 
-@triton.jit(do_not_specialize=["TABLE", "WINDOW_TABLE", "START"])
+@triton.jit
+def attend_more(b_q, b_k, b_v, m_r, b_peak, b_total, b_sum, scaling, softcap, CAP: tl.constexpr):
+    """Adds rows b_k, b_v `[R, BD]` to an attention of queries `[BG, BD]`: largest logit, sum of weights and of weighted values
+    so far. As `attend.kernels.attend_block`, tile by tile."""
+    b_logit = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scaling  # [BG, R]
+    if CAP:
+        b_logit = capped(b_logit, softcap)
+    b_logit = tl.where(m_r[None, :], b_logit, float("-inf"))
+    b_higher = tl.maximum(b_peak, tl.max(b_logit, 1))
+    b_base = tl.where(b_higher == float("-inf"), 0.0, b_higher)
+    b_p, b_scale = tl.exp(b_logit - b_base[:, None]), tl.exp(b_peak - b_base)
+    b_sum = b_sum * b_scale[:, None] + tl.dot(b_p.to(b_v.dtype), b_v, input_precision="ieee")
+    return b_higher, b_total * b_scale + tl.sum(b_p, 1), b_sum
+
+
+@triton.jit(do_not_specialize=["WINDOW_TABLE", "SHARES", "FIRST", "PARTS"])
+def window_kernel(
+    p_queries, p_keys, p_values, p_plan, p_bad, p_window, p_window_table, p_out, p_lse, scaling, softcap, Q_TOKEN, K_TOKEN,
+    V_TOKEN, HEADS, WINDOW_TABLE, LOCAL, SHARES, FIRST, PARTS, PAGE, W_BLOCK, W_HEAD, W_TOKEN,
+    D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, W: tl.constexpr, SEARCH: tl.constexpr, STRIDE: tl.constexpr,
+    CAP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (token and KV head, share): attends to one share in SHARES of the window, W rows at a time, as part FIRST + share
+    of PARTS, and stores the new token in the window. For many sequences, whose programs fill a GPU.
+
+    Arguments as in `paged_step_kernel`, which has a program for every W rows. Bytes: 4 D per row in 16-bit types.
+    """
+    begin(PDL)
+    i_pair, i_share = tl.program_id(0) // SHARES, tl.program_id(0) % SHARES
+    i_b, i_kv = i_pair // HEADS, i_pair % HEADS
+    p_own, length = p_plan + i_b * STRIDE + SEARCH, tl.load(p_plan + i_b * STRIDE + SEARCH)
+    p_recent = p_window_table + tl.load(p_own + 1).to(tl.int64) * WINDOW_TABLE
+    new, newest, ends = length - 1 - tl.load(p_own + 2), length - 1, tl.maximum(length - LOCAL, 0)
+    each = tl.cdiv(tl.cdiv(length - ends, W), SHARES) * W
+    first = ends + i_share * each
+    stop = tl.minimum(first + each, length)
+    o_part = i_pair.to(tl.int64) * G * PARTS
+    if first < stop:
+        BG: tl.constexpr = max(16, triton.next_power_of_2(G))
+        o_g, o_d = tl.arange(0, BG), tl.arange(0, BD)
+        m_d = (o_d < D)[None, :]
+        m_q = (o_g < G)[:, None] & m_d
+        p_query = p_queries + i_b.to(tl.int64) * Q_TOKEN + i_kv * G * D
+        b_q = tl.load(p_query + o_g[:, None] * D + o_d[None, :], mask=m_q, other=0.0).to(p_window.dtype.element_ty)
+        b_peak = tl.full([BG], float("-inf"), tl.float32)
+        b_total, b_sum = tl.zeros([BG], tl.float32), tl.zeros([BG, BD], tl.float32)
+        begins = first + tl.maximum(tl.minimum(stop, new) - first, 0) // W * W  # of the tiles with tokens of this pass
+        for i in tl.range(first, begins, W, num_stages=STAGES):
+            o_r = i + tl.arange(0, W)
+            m_r = o_r < begins
+            o_place = window_place(p_recent, o_r, i_kv, m_r, PAGE, W_BLOCK, W_HEAD, W_TOKEN)
+            p_row = p_window + o_place[:, None] + o_d[None, :]
+            b_k = tl.load(p_row, mask=m_r[:, None] & m_d, other=0.0)
+            b_v = tl.load(p_row + D, mask=m_r[:, None] & m_d, other=0.0)
+            b_peak, b_total, b_sum = attend_more(b_q, b_k, b_v, m_r, b_peak, b_total, b_sum, scaling, softcap, CAP)
+        for i in tl.range(begins, stop, W, num_stages=1):
+            o_r = i + tl.arange(0, W)
+            m_r, m_old, m_new = o_r < stop, o_r < tl.minimum(stop, new), (o_r < stop) & (o_r >= new)
+            o_place = window_place(p_recent, o_r, i_kv, m_old, PAGE, W_BLOCK, W_HEAD, W_TOKEN)
+            o_new, m_old, m_now = (
+                tl.where(m_new, o_r - newest + i_b, 0).to(tl.int64),
+                m_old[:, None] & m_d,
+                m_new[:, None] & m_d,
+            )
+            p_row, o_own = p_window + o_place[:, None] + o_d[None, :], i_kv * D + o_d[None, :]
+            b_k, b_v = tl.load(p_row, mask=m_old, other=0.0), tl.load(p_row + D, mask=m_old, other=0.0)
+            b_k = tl.where(m_now, tl.load(p_keys + (o_new * K_TOKEN)[:, None] + o_own, mask=m_now, other=0.0), b_k)
+            b_v = tl.where(m_now, tl.load(p_values + (o_new * V_TOKEN)[:, None] + o_own, mask=m_now, other=0.0), b_v)
+            b_peak, b_total, b_sum = attend_more(b_q, b_k, b_v, m_r, b_peak, b_total, b_sum, scaling, softcap, CAP)
+        p_part = p_out + o_part * D + (FIRST + i_share) * D + o_g[:, None] * PARTS * D + o_d[None, :]
+        tl.store(p_part, b_sum / tl.where(b_total > 0, b_total, 1.0)[:, None], mask=m_q)
+        b_base = tl.where(b_peak == float("-inf"), 0.0, b_peak)
+        tl.store(p_lse + o_part + o_g * PARTS + FIRST + i_share, b_base + tl.log(b_total), mask=o_g < G)
+        if stop == length:
+            p_near = p_window + window_place(p_recent, newest, i_kv, length > 0, PAGE, W_BLOCK, W_HEAD, W_TOKEN)
+            p_key, p_value = p_keys + i_b.to(tl.int64) * K_TOKEN, p_values + i_b.to(tl.int64) * V_TOKEN
+            store_new(p_key + i_kv * D, p_value + i_kv * D, p_near, p_bad + i_b, D, BD)
+    else:
+        empty_part(p_lse + o_part, FIRST + i_share, G, PARTS)
+    end(PDL)
+
+
+@triton.jit(do_not_specialize=["TABLE", "WINDOW_TABLE", "PROGRAMS", "PARTS", "PHASE"])
 def paged_step_kernel(
     p_queries, p_keys, p_values, p_plan, p_fire, p_bad, p_ids, p_pool, p_table, p_window, p_window_table, p_sinks, p_kept_ids,
     p_kept, p_read, p_out, p_lse, p_maps, p_means, p_cos, p_sin, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights,
-    p_norms, p_page_means, p_zero_norms, scaling, softcap, Q_TOKEN, K_TOKEN, V_TOKEN, HEADS, TABLE, WINDOW_TABLE, START,
-    K, SINKS, LOCAL, PAGE, W_BLOCK, W_HEAD, W_TOKEN, BYTES, MAP, MEANS, MEAN_BLOCK, MEAN_TOKENS, HIGHEST,
-    LOWEST, MIN_ALPHA,
+    p_norms, p_page_means, p_zero_norms, scaling, softcap, Q_TOKEN, K_TOKEN, V_TOKEN, HEADS, TABLE, WINDOW_TABLE,
+    PROGRAMS, K, SINKS, LOCAL, PARTS, EVERY, PHASE, PAGE, W_BLOCK, W_HEAD, W_TOKEN, BYTES, MAP, MEANS, MEAN_BLOCK, MEAN_TOKENS,
+    HIGHEST, LOWEST, MIN_ALPHA,
     BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, G: tl.constexpr,
     R: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, CHOSEN: tl.constexpr, PIECES: tl.constexpr, SINK_PARTS: tl.constexpr,
-    MEANED: tl.constexpr, OWN_PARTS: tl.constexpr, PARTS: tl.constexpr, SEARCH: tl.constexpr, STRIDE: tl.constexpr,
-    CAP: tl.constexpr, SPAN: tl.constexpr, CENTRED: tl.constexpr, NORMS: tl.constexpr, REUSE: tl.constexpr,
+    MEANED: tl.constexpr, SEARCH: tl.constexpr, STRIDE: tl.constexpr, CAP: tl.constexpr,
+    SPAN: tl.constexpr, CENTRED: tl.constexpr, NORMS: tl.constexpr, REUSE: tl.constexpr,
     TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (token and KV head, part): CHOSEN parts of R selected rows, PIECES that summarise the new token, then
-    SINK_PARTS and the window's parts of W rows each: OWN_PARTS without the pieces. Another launch fills the later ones of the
-    PARTS of the merge.
+    """Program (token and KV head, part), PROGRAMS of each pair: CHOSEN parts of R selected rows, PIECES that summarise and keep
+    the new token, then SINK_PARTS and the window's parts of W rows each, unless `window_kernel` attends to it. Other launches
+    fill the later ones of the PARTS of the merge.
 
     queries, keys, values: token b begins at element b * TOKEN. plan, fire: of `plan_kernel`, for these tokens. TOKENS: most of
     one sequence; they lie side by side. ids `[·, K]`: the selections of this launch's tokens; out, lse: theirs, PARTS each.
     pool `[blocks, HEADS, BLOCK, 2, D]`: rows on the host, addressed by table; window, window_table: the recent rows, PAGE
     tokens per block (`window_place`); both tables by row of the batch. page_means (MEANED): of MEAN_TOKENS tokens,
-    `[HEADS, BLOCK / MEAN_TOKENS, 2 D]` in blocks with stride MEAN_BLOCK; the last piece computes the mean of a page that ends
-    with the new token. sinks `[·, HEADS, SINKS, 2, D]`, by row of the batch, kept `[2, ·, HEADS, K, 2, D]`, kept_ids
+    `[HEADS, BLOCK / MEAN_TOKENS, 2 D]` in blocks with stride MEAN_BLOCK; a piece computes the mean of a page that ends with
+    the new token. sinks `[·, HEADS, SINKS, 2, D]`, by row of the batch, kept `[2, ·, HEADS, K, 2, D]`, kept_ids
     `[3, ·, HEADS, K]`, whose last third is -1: rows of the step before (only with REUSE). Codes as in `encode_one`, blocks with
     stride BYTES in bytes.
 
-    The new token, and those of its sequence before it in the pass, are attended to where the model put them. It is stored: in
-    the window's pages, in its block on the host, and as code. bad[b] becomes 1 if it is not finite. No token reads
-    what another one of the pass stores: the window has all of them, and sinks and zone end before it.
+    The new token, and those of its sequence before it in the pass, are attended to where the model put them. It is stored in
+    the window's pages and as code, and with the last token of a run (`run_start`) the rows of the run go to the host: many
+    small writes to it are slow, because each of them needs a page's address. bad[b] becomes 1 if the token is not finite. No
+    token reads what another one of the pass stores: the window has all of them, and sinks and zone end before it.
     """
-    i_pair, i_p = readers_first(tl.program_id(0), tl.num_programs(0) // (OWN_PARTS + PIECES), CHOSEN)
-    i_pair += START
+    i_pair, i_p = readers_first(tl.program_id(0), tl.num_programs(0) // PROGRAMS, CHOSEN)
     i_b, i_kv = i_pair // HEADS, i_pair % HEADS
     p_own, length = p_plan + i_b * STRIDE + SEARCH, tl.load(p_plan + i_b * STRIDE + SEARCH)
     i_row = tl.load(p_own + 1).to(tl.int64)
@@ -196,18 +309,22 @@ def paged_step_kernel(
     p_query = p_queries + i_b.to(tl.int64) * Q_TOKEN + i_kv * G * D
     if i_p < CHOSEN:
         begin(PDL)  # only readers of selected rows depend on the search
-    if PARTS > OWN_PARTS:
+    if MEANED:
         end(PDL)  # the launch of the later parts depends on the search, not on this one
     if i_p < CHOSEN:
         o_k = i_p * R + tl.arange(0, R)
-        found = tl.where(tl.load(p_fire + i_b) != 0, K, 0)
-        b_id = tl.load(p_ids + i_pair * K + o_k, mask=o_k < found, other=-1)
         now, then = tl.load(p_own + 3).to(tl.int64), tl.load(p_own + 4).to(tl.int64)
         i_now, i_then = tl.where(now >= 0, now * HEADS + i_kv, -1), then * HEADS + i_kv
-        b_k, b_v = selected_rows(p_pool, p_blocks, p_kept_ids, p_kept, i_now, i_then, p_read + i_b, b_id, o_k, i_kv, HEADS, K,
-                                 BLOCK, D, BD, BK, REUSE)  # fmt: skip
-        attend_block(p_query, p_part, p_part_lse, i_p, b_k, b_v, b_id >= 0, scaling, softcap, D, BD, G, PARTS, CAP)
-    elif i_p < CHOSEN + PIECES - MEANED:
+        if tl.load(p_fire + i_b) != 0:
+            b_id = tl.load(p_ids + i_pair * K + o_k, mask=o_k < K, other=-1)
+            b_k, b_v = selected_rows(p_pool, p_blocks, p_kept_ids, p_kept, i_now, i_then, p_read + i_b, b_id, o_k, i_kv, HEADS,
+                                     K, BLOCK, D, BD, BK, REUSE)  # fmt: skip
+            attend_block(p_query, p_part, p_part_lse, i_p, b_k, b_v, b_id >= 0, scaling, softcap, D, BD, G, PARTS, CAP)
+        else:
+            empty_part(p_part_lse, i_p, G, PARTS)
+            if REUSE:
+                tl.store(p_kept_ids + i_now * K + o_k, -1, mask=(o_k < K) & (i_now >= 0))
+    elif i_p < CHOSEN + PIECES - MEANED - 1:
         if length > 0:
             i_piece = i_p - CHOSEN
             b_key = tl.load(p_key + o_d, mask=o_d < D, other=0.0).to(tl.float32)
@@ -223,7 +340,7 @@ def paged_step_kernel(
                                 MIN_ALPHA, D, BD, S, ROWS, CENTRED)  # fmt: skip
             if m_zero:
                 tl.store(p_zero_norms + i_kv, 1)
-    elif i_p < CHOSEN + PIECES:
+    elif i_p < CHOSEN + PIECES - 1:
         if MEANED:  # noqa: SIM102 - one is the compiler's
             if (length > 0) & (length % MEAN_TOKENS == 0):
                 first = length - MEAN_TOKENS
@@ -233,48 +350,68 @@ def paged_step_kernel(
                 take_mean(p_mean, first, p_key - before.to(tl.int64) * K_TOKEN, p_value, newest - before, ends, p_pool,
                           p_blocks, p_window, p_recent, i_kv, K_TOKEN, V_TOKEN, HEADS, MEAN_TOKENS, SINKS, PAGE, W_BLOCK,
                           W_HEAD, W_TOKEN, BLOCK, D, BD, R)  # fmt: skip
+    elif i_p < CHOSEN + PIECES:
+        if (length > 0) & (run_start(length, PHASE, EVERY, BLOCK) == length):
+            before = tl.load(p_own + 2)
+            p_value = p_values + (i_b - before).to(tl.int64) * V_TOKEN + i_kv * D
+            store_run(p_key - before.to(tl.int64) * K_TOKEN, p_value, run_start(newest, PHASE, EVERY, BLOCK), newest - before,
+                      length, p_pool, p_blocks, p_window, p_recent, i_kv, K_TOKEN, V_TOKEN, HEADS, PAGE, W_BLOCK, W_HEAD,
+                      W_TOKEN, BLOCK, D, BD, R)  # fmt: skip
     else:
         i_part = i_p - PIECES
-        if i_part < CHOSEN + SINK_PARTS:
-            o_r = (i_part - CHOSEN) * W + tl.arange(0, W)
-            m_r = o_r < tl.minimum(SINKS, ends)
-            # Kept sinks of the step before, or sinks from the host.
-            kept = 0
-            if REUSE:
-                kept = tl.load(p_own + 5)
-            m_kept, m_host = o_r < kept, m_r & (o_r >= kept)
-            m_kept_row, m_host_row = m_kept[:, None] & (o_d < D)[None, :], m_host[:, None] & (o_d < D)[None, :]
-            p_row = p_pool + row_offset(p_blocks, o_r, m_host, i_kv, HEADS, BLOCK, D)[:, None] + o_d[None, :]
-            b_k, b_v = tl.load(p_row, mask=m_host_row, other=0.0), tl.load(p_row + D, mask=m_host_row, other=0.0)
-            if REUSE:
-                p_kept_row = p_sinks + ((i_row * HEADS + i_kv) * SINKS + o_r)[:, None] * (2 * D) + o_d[None, :]
-                # Only a sequence's first token of the pass keeps sinks; all its tokens find them there in the next step.
-                m_keep_row = m_host_row & (tl.load(p_own + 2) == 0) & (tl.load(p_own + 3) >= 0)
-                tl.store(p_kept_row, b_k, mask=m_keep_row)
-                tl.store(p_kept_row + D, b_v, mask=m_keep_row)
-                b_k = tl.where(m_kept_row, tl.load(p_kept_row, mask=m_kept_row, other=0.0), b_k)
-                b_v = tl.where(m_kept_row, tl.load(p_kept_row + D, mask=m_kept_row, other=0.0), b_v)
+        of_sinks, i_tile = i_part < CHOSEN + SINK_PARTS, i_part - CHOSEN
+        first = tl.where(of_sinks, i_tile * W, ends + (i_tile - SINK_PARTS) * W)  # position
+        stop = tl.where(of_sinks, tl.minimum(SINKS, ends), length)
+        if first < stop:
+            o_r = first + tl.arange(0, W)
+            m_r = o_r < stop
+            if of_sinks:
+                # Kept sinks of the step before, or sinks from the host.
+                kept = 0
+                if REUSE:
+                    kept = tl.load(p_own + 5)
+                m_kept, m_host = o_r < kept, m_r & (o_r >= kept)
+                m_kept_row, m_host_row = m_kept[:, None] & (o_d < D)[None, :], m_host[:, None] & (o_d < D)[None, :]
+                p_row = p_pool + row_offset(p_blocks, o_r, m_host, i_kv, HEADS, BLOCK, D)[:, None] + o_d[None, :]
+                b_k, b_v = tl.load(p_row, mask=m_host_row, other=0.0), tl.load(p_row + D, mask=m_host_row, other=0.0)
+                if REUSE:
+                    p_kept_row = p_sinks + ((i_row * HEADS + i_kv) * SINKS + o_r)[:, None] * (2 * D) + o_d[None, :]
+                    # Only a sequence's first token of the pass keeps sinks; all its tokens find them there in the next step.
+                    m_keep_row = m_host_row & (tl.load(p_own + 2) == 0) & (tl.load(p_own + 3) >= 0)
+                    tl.store(p_kept_row, b_k, mask=m_keep_row)
+                    tl.store(p_kept_row + D, b_v, mask=m_keep_row)
+                    b_k = tl.where(m_kept_row, tl.load(p_kept_row, mask=m_kept_row, other=0.0), b_k)
+                    b_v = tl.where(m_kept_row, tl.load(p_kept_row + D, mask=m_kept_row, other=0.0), b_v)
+            else:
+                o_place = window_place(p_recent, o_r, i_kv, m_r, PAGE, W_BLOCK, W_HEAD, W_TOKEN)
+                p_row = p_window + o_place[:, None] + o_d[None, :]
+                m_row, m_new = m_r[:, None] & (o_d < D)[None, :], (o_r == newest)[:, None]
+                o_key, o_value = o_d[None, :], o_d[None, :]
+                if TOKENS > 1:  # the tokens of its sequence before it in the pass, too
+                    m_new = (o_r >= newest - tl.load(p_own + 2))[:, None]
+                    o_before = tl.where(m_new & m_row, (o_r - newest)[:, None], 0).to(tl.int64)
+                    o_key, o_value = o_before * K_TOKEN + o_d[None, :], o_before * V_TOKEN + o_d[None, :]
+                p_value = p_values + i_b.to(tl.int64) * V_TOKEN + i_kv * D
+                b_k = tl.load(tl.where(m_new, p_key + o_key, p_row), mask=m_row, other=0.0)
+                b_v = tl.load(tl.where(m_new, p_value + o_value, p_row + D), mask=m_row, other=0.0)
+                if newest < first + W:  # no other program reads or writes this row
+                    p_near = p_window + window_place(p_recent, newest, i_kv, length > 0, PAGE, W_BLOCK, W_HEAD, W_TOKEN)
+                    store_new(p_key, p_value, p_near, p_bad + i_b, D, BD)
+            attend_block(p_query, p_part, p_part_lse, i_part, b_k, b_v, m_r, scaling, softcap, D, BD, G, PARTS, CAP)
         else:
-            o_r = ends + (i_part - CHOSEN - SINK_PARTS) * W + tl.arange(0, W)  # positions
-            m_r = o_r < length
-            p_row = p_window + window_place(p_recent, o_r, i_kv, m_r, PAGE, W_BLOCK, W_HEAD, W_TOKEN)[:, None] + o_d[None, :]
-            m_row, m_new = m_r[:, None] & (o_d < D)[None, :], (o_r == newest)[:, None]
-            o_key, o_value = o_d[None, :], o_d[None, :]
-            if TOKENS > 1:  # the tokens of its sequence before it in the pass, too
-                m_new = (o_r >= newest - tl.load(p_own + 2))[:, None]
-                o_before = tl.where(m_new & m_row, (o_r - newest)[:, None], 0).to(tl.int64)
-                o_key, o_value = o_before * K_TOKEN + o_d[None, :], o_before * V_TOKEN + o_d[None, :]
-            p_value = p_values + i_b.to(tl.int64) * V_TOKEN + i_kv * D
-            b_k = tl.load(tl.where(m_new, p_key + o_key, p_row), mask=m_row, other=0.0)
-            b_v = tl.load(tl.where(m_new, p_value + o_value, p_row + D), mask=m_row, other=0.0)
-            here = newest - ends - (i_part - CHOSEN - SINK_PARTS) * W
-            if (here >= 0) & (here < W):  # no other program reads or writes this row
-                p_near = p_window + window_place(p_recent, newest, i_kv, length > 0, PAGE, W_BLOCK, W_HEAD, W_TOKEN)
-                store_new(p_key, p_value, p_near, p_bad + i_b, D, BD)
-                p_host = p_pool + row_offset(p_blocks, newest, length > 0, i_kv, HEADS, BLOCK, D)
-                store_new(p_key, p_value, p_host, p_bad + i_b, D, BD)
-        attend_block(p_query, p_part, p_part_lse, i_part, b_k, b_v, m_r, scaling, softcap, D, BD, G, PARTS, CAP)
+            empty_part(p_part_lse, i_part, G, PARTS)
     end(PDL)
+
+
+@triton.jit(do_not_specialize=["p_table", "p_recent", "start", "stop"])
+def run_kernel(
+    p_pool, p_table, p_window, p_recent, start, stop, HEADS, PAGE, W_BLOCK, W_HEAD, W_TOKEN,
+    BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """Program (KV head): copies positions start .. stop - 1 of a sequence, all in one block, from the window's pages to the
+    host. table, recent: its blocks; the rest as in `paged_step_kernel`."""
+    store_run(p_window, p_window, start, stop, stop, p_pool, p_table, p_window, p_recent, tl.program_id(0), 0, 0, HEADS, PAGE,
+              W_BLOCK, W_HEAD, W_TOKEN, BLOCK, D, BD, W)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["p_slots", "p_window_slots", "tokens"])

@@ -29,7 +29,7 @@ from kvrecall.index.base import LayerShape
 from kvrecall.index.sphere.config import SphereConfig
 from kvrecall.index.statistics import KeyStatistics, LayerStatistics
 from kvrecall.step.counts import Counts, forget
-from kvrecall.step.device import TOGETHER, DeviceLayer, Scratch
+from kvrecall.step.device import DeviceLayer, Scratch, searched_together
 from kvrecall.step.finite import FiniteWatch
 from kvrecall.step.memory import HostPlan
 from kvrecall.step.paged import PagedLayer
@@ -191,7 +191,7 @@ class EngineState:
         means, decodes = method.rest_config(), self.most * (1 + self.drafts)
         limits = Limits(
             scheduler.max_num_batched_tokens, self.longest, method.sink_tokens + method.local_tokens,
-            1 if means is None else means.page_tokens, self.drafts, decodes, min(decodes, TOGETHER),
+            1 if means is None else means.page_tokens, self.drafts, decodes, searched_together(decodes, self.longest),
         )  # fmt: skip
         with torch.inference_mode():
             for impl in self.impls:

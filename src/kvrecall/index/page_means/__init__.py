@@ -263,9 +263,9 @@ class SlotMeans:
         top_k, heads = ids.shape[-1], layout.heads
         page_means_kernel[(len(pairs) * self.parts,)](
             queries, means, self._table, self.pages, ids, out, lse, params.scaling, params.softcap, heads, pairs.start,
-            self._table.stride(0), means.stride(0), layout.rows, top_k, self.page_tokens, 0, BLOCK=layout.block_size, D=dim,
-            BD=next_power_of_2(dim), G=query_heads // heads, W=self._tile, BK=next_power_of_2(top_k), SHARES=self.parts,
-            FIRST=first, PARTS=parts, CAP=params.softcap != 0, num_warps=4, **overlapping(queries.device),
+            self._table.stride(0), means.stride(0), layout.rows, top_k, self.page_tokens, 0, self.parts, first, parts,
+            BLOCK=layout.block_size, D=dim, BD=next_power_of_2(dim), G=query_heads // heads, W=self._tile,
+            BK=next_power_of_2(top_k), CAP=params.softcap != 0, num_warps=4, **overlapping(queries.device),
         )  # fmt: skip
 
 

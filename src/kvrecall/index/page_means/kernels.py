@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvrecall.attend.kernels import empty_part
 from kvrecall.core.launch import next_power_of_2
 from kvrecall.core.triton import begin, capped, end
 
@@ -40,8 +41,9 @@ def blocks_of(p_table, o_p, pages, PAGE, BLOCK: tl.constexpr):
 @triton.jit
 def attend_pages(
     p_query, p_means, p_table, p_ids, p_out, p_lse, i_share, o_part, pages, scaling, softcap, NUMBERS, K, PAGE, SINKS,
+    SHARES, PARTS,
     BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, W: tl.constexpr, BK: tl.constexpr,
-    SHARES: tl.constexpr, PARTS: tl.constexpr, CAP: tl.constexpr,
+    CAP: tl.constexpr,
 ):  # fmt: skip
     """One share in SHARES of attention of G queries to the means of one sequence and KV head, tiles of W pages: part o_part of
     out `[G, PARTS, D]`, lse `[G, PARTS]`, fp32.
@@ -53,7 +55,7 @@ def attend_pages(
     of the one after it are looked up.
     """
     BG: tl.constexpr = max(16, triton.next_power_of_2(G))
-    STEP: tl.constexpr = SHARES * W
+    STEP = SHARES * W
     IDS: tl.constexpr = max(64, BK)
     o_g, o_d, o_w = tl.arange(0, BG), tl.arange(0, BD), tl.arange(0, W)
     m_q = (o_g < G)[:, None] & (o_d < D)[None, :]
@@ -91,12 +93,12 @@ def attend_pages(
     tl.store(p_lse + o_g * PARTS + o_part, b_base + tl.log(b_total), mask=o_g < G)
 
 
-@triton.jit(do_not_specialize=["START", "TABLE"])
+@triton.jit(do_not_specialize=["START", "TABLE", "SHARES", "FIRST", "PARTS"])
 def page_means_kernel(
     p_queries, p_means, p_table, p_pages, p_ids, p_out, p_lse, scaling, softcap, HEADS, START, TABLE, NUMBERS, ROWS, K, PAGE,
-    SINKS,
+    SINKS, SHARES, FIRST, PARTS,
     BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, W: tl.constexpr, BK: tl.constexpr,
-    SHARES: tl.constexpr, FIRST: tl.constexpr, PARTS: tl.constexpr, CAP: tl.constexpr, PDL: tl.constexpr,
+    CAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence and KV head, share): part FIRST + share of PARTS; see `attend_pages`. A share without pages, as most of
     a short sequence's are, writes its lse alone.
@@ -113,9 +115,8 @@ def page_means_kernel(
     if i_share * W < pages:
         attend_pages(p_queries + i_bh.to(tl.int64) * G * D, p_means + i_kv * ROWS * (2 * D), p_table + i_b * TABLE,
                      p_ids + i_bh.to(tl.int64) * K, p_out + o_part * D, p_lse + o_part, i_share, FIRST + i_share, pages,
-                     scaling, softcap, NUMBERS, K, PAGE, SINKS, BLOCK, D, BD, G, W, BK, SHARES, PARTS, CAP)  # fmt: skip
+                     scaling, softcap, NUMBERS, K, PAGE, SINKS, SHARES, PARTS, BLOCK, D, BD, G, W, BK, CAP)  # fmt: skip
     else:
-        o_g = tl.arange(0, triton.next_power_of_2(G))
-        tl.store(p_lse + o_part + o_g * PARTS + FIRST + i_share, float("-inf"), mask=o_g < G)
+        empty_part(p_lse + o_part, FIRST + i_share, G, PARTS)
     begin(PDL)  # so that this launch ends behind the one before it
     end(PDL)

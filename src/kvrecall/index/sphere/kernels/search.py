@@ -51,8 +51,8 @@ _COMPACT_WARPS, _MANY = 4, 2048
 """From this many programs on each has one warp, because other programs hide its waiting."""
 _PROGRAMS = 16 * 132
 """Most programs of a launch for several sequences: each takes several parts if there are more."""
-_ROTATED_ROWS = 16
-"""Coordinates per program of the queries' rotation."""
+_ROTATED_ROWS, _MANY_ROWS, _MANY_COLUMNS = 16, 64, 4 * 132
+"""Coordinates per program of the queries' rotation, for one sequence and for several; most programs besides for several."""
 _SHIFT_BLOCKS, _FEWEST_SPANS, _MOST_SPANS = 128, 16, 64
 """Programs for the products with centres; least and most spans per program. Every program of the scan adds up their partial
 sums; letting the last of them do it takes 3 to 6 us longer."""
@@ -203,15 +203,16 @@ class GpuSearch:
 
     def make_tables(self, queries: Tensor, tables: Tables, plan: Tensor, fire: Tensor, pairs: range | None = None) -> None:
         """Computes rotated queries, their products with centres and, for collisions, look-up tables; clears the histogram."""
-        maps, centring, pairs, pieces = self._maps, self._centring, pairs or self.pairs, cdiv(self._dim, _ROTATED_ROWS)
-        together, padded = self._together(pairs), next_power_of_2(self._dim)
-        columns = min(cdiv(self._sums.shape[2], together), max(1, _PROGRAMS // len(pairs)))
+        maps, centring, pairs = self._maps, self._centring, pairs or self.pairs
+        rows, most = (_ROTATED_ROWS, _PROGRAMS) if self._of_one(pairs) else (_MANY_ROWS, _MANY_COLUMNS)
+        together, padded, pieces = self._together(pairs), next_power_of_2(self._dim), cdiv(self._dim, rows)
+        columns = min(cdiv(self._sums.shape[2], together), max(1, most // len(pairs)))
         rotate_kernel[(len(pairs), pieces + columns)](
             queries, maps.queries, centring.means, centring.cos, centring.sin, plan, fire, self._rotated, self._shifts,
             self._sums, self._total, tables.zero_norms, self._zeros, maps.stride, centring.between, self._heads, pairs.start,
             self._spans, maps.heads, tables.places[0], tables.zero_norms.stride(0),
             D=self._dim, BD=padded, BK=max(32, min(padded, _SHIFT_NUMBERS // self._block)), G=self._group, LANES=self._lanes,
-            ROWS=_ROTATED_ROWS, PIECES=pieces, TOGETHER=together, BN=max(16, next_power_of_2(together * self._lanes)),
+            ROWS=rows, PIECES=pieces, TOGETHER=together, BN=max(16, next_power_of_2(together * self._lanes)),
             PAIRS=centring.pairs, BR=self._block, STAGES=3 if self._block < _MOST_SPANS else 1, SPAN=SPAN,
             MEAN=self.mode == "mean_q", BINS=self._bins, FIELDS=self._stride, num_warps=4, **self._options,
         )  # fmt: skip
@@ -224,9 +225,12 @@ class GpuSearch:
 
     def _together(self, pairs: range) -> int:
         """KV heads of one sequence that a program can handle together, in a launch for `pairs`."""
-        inside = pairs.start // self._heads == (pairs.stop - 1) // self._heads
-        count = len(pairs) if inside else gcd(self._heads, pairs.start, len(pairs))
+        count = len(pairs) if self._of_one(pairs) else gcd(self._heads, pairs.start, len(pairs))
         return max(n for n in range(1, count + 1) if count % n == 0 and (n == 1 or n * self._lanes <= _SHIFT_LANES))
+
+    def _of_one(self, pairs: range) -> bool:
+        """Whether pairs belong to one sequence."""
+        return pairs.start // self._heads == (pairs.stop - 1) // self._heads
 
     def _tiling(self, pairs: int) -> Tiling:
         """How a search of so many pairs of sequences and KV heads is divided."""
@@ -239,7 +243,7 @@ class GpuSearch:
     def _walk(self, parts: int, pairs: range) -> tuple[tuple[int, ...], int]:
         """Grid of a launch for up to `parts` parts of each pair (`work.walk`), and most sequences that the pairs belong to: 1,
         or all, so that a kernel is compiled for two numbers."""
-        if pairs.start // self._heads == (pairs.stop - 1) // self._heads:
+        if self._of_one(pairs):
             return (parts, len(pairs)), 1
         return (min(parts * len(pairs), _PROGRAMS),), next_power_of_2(len(self.pairs) // self._heads)
 
