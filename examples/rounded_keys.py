@@ -1,92 +1,49 @@
-"""A method of one's own, index included, captured on a GPU: keys rounded to 8 bits, all of them scored in every search.
+"""A method of one's own, index included: keys rounded to 8 bits, all of them scored in every search.
 
     import kvrecall
     kvrecall.methods.register("rounded-keys", "examples.rounded_keys", "RoundedKeys")
     cache = kvrecall.RetrievalCache(model.config, kvrecall.methods.get("rounded-keys", top_k=64))
 
-A method is four things:
+It is two classes: the index says what a token's summary is and how queries score it (`RoundedConfig`), the method has the
+hyper-parameters as fields (`RoundedKeys`). Windows, host rows, block tables, triggers, reads of selected rows, attention,
+counters, forks and sessions come with them. So do captured steps on a GPU, and pages of vLLM on a CPU:
 
-1. a config, which says what the index is made with and what it costs (`RoundedConfig`);
-2. an index, which keeps summaries and searches them (`RoundedIndex`); this much works on every device;
-3. the index's part of a device step, with fixed addresses, which can be captured (`RoundedStep`);
-4. the method, whose fields are its hyper-parameters (`RoundedKeys`).
-
-Windows, host rows, block tables, triggers, reads of selected rows, attention, counters, forks, capture and the check of a
-recorded step come with them.
+    llm = vllm.LLM(MODEL, attention_backend="CUSTOM", additional_config={"kvrecall": {"method": "rounded-keys"}})
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvrecall.index.base import Captured, IndexConfig, LayerShape
-from kvrecall.index.step import SlotSpec
-from kvrecall.index.table import TokenTable
-from kvrecall.index.tokens import TableIndex, TokenStep
+from kvrecall.index.base import LayerShape
+from kvrecall.index.tokens import TokenConfig
 from kvrecall.methods.base import Method
 
 
-def rounded(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys `[…, D]` as int8 `[…, D]` and fp32 `[…, 1]`, by which they are to be multiplied."""
-    keys = keys.float()
-    scale = keys.abs().amax(-1, keepdim=True) / 127
-    return torch.where(scale > 0, keys / scale, 0.0).round().to(torch.int8), scale
-
-
-def scores(queries: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-    """Inner products fp32 `[…, G, n]` of queries fp32 `[…, G, D]` and rounded keys `[…, n, D]`, `[…, n, 1]`. Summed in
-    float64, so that equal keys score the same wherever they lie."""
-    exact = queries.double() @ codes.double().transpose(-1, -2)
-    return (exact * scale.transpose(-1, -2)).float()
-
-
 @dataclass(frozen=True)
-class RoundedConfig(IndexConfig):
+class RoundedConfig(TokenConfig):
     """Keys rounded to 8 bits: D + 4 bytes per token and KV head."""
 
     name: ClassVar[str] = "rounded-keys"
-    captured: ClassVar[Captured | None] = Captured()
-    in_blocks: ClassVar[bool] = True
 
-    def build(self, shape: LayerShape) -> RoundedIndex:
-        return RoundedIndex(shape, self)
-
-    def nbytes(self, shape: LayerShape, tokens: int) -> int:
-        return (shape.head_dim + 4) * shape.kv_heads * tokens
-
-
-class RoundedIndex(TableIndex):
-    """Rounded keys of all sequences. `TableIndex` keeps the tables, ranks the scores and breaks ties."""
-
-    def __init__(self, shape: LayerShape, config: RoundedConfig) -> None:
-        size = shape.sequences, shape.kv_heads
-        codes = TokenTable("rounded keys", *size, shape.head_dim, torch.int8, shape.device)
-        scale = TokenTable("scales of rounded keys", *size, 1, torch.float32, shape.device)
-        super().__init__(shape, config, codes=codes, scale=scale)
-
-    def append(self, sequence: int, keys: Tensor) -> None:
-        for table, rows in zip(self.tables.values(), rounded(keys), strict=True):
-            table.append(sequence, rows)
-
-    def score(self, queries: Tensor, sequence: int, scaling: float) -> Tensor:
-        return scores(queries, *(table.gather(sequence) for table in self.tables.values()))
-
-    def slot_step(self, spec: SlotSpec) -> RoundedStep:
-        return RoundedStep(self, spec, self._gqa)
-
-
-class RoundedStep(TokenStep):
-    """The same in slots: what a token leaves there, and how queries score it."""
+    def tables(self, shape: LayerShape) -> dict[str, tuple[int, torch.dtype]]:
+        return {"codes": (shape.head_dim, torch.int8), "scale": (1, torch.float32)}
 
     def summaries(self, keys: Tensor) -> tuple[Tensor, ...]:
-        return rounded(keys)
+        """Codes, and the scale by which they are to be multiplied."""
+        keys = keys.float()
+        scale = keys.abs().amax(-1, keepdim=True) / 127
+        return torch.where(scale > 0, keys / scale, 0.0).round().to(torch.int8), scale
 
-    def scores(self, queries: Tensor, summaries: list[Tensor]) -> Tensor:
-        return scores(queries, *summaries)
+    def scores(self, queries: Tensor, summaries: Sequence[Tensor]) -> Tensor:
+        """Inner products, summed in float64, so that equal keys score the same wherever they lie."""
+        codes, scale = summaries
+        return (queries.double() @ codes.double().transpose(-1, -2) * scale.transpose(-1, -2)).float()
 
 
 @dataclass(frozen=True, kw_only=True)

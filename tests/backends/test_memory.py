@@ -17,8 +17,8 @@ from kvrecall import engine
 from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.cache.host_memory import Region
 from kvrecall.core.errors import DeviceMemoryError, HostMemoryError
-from kvrecall.index.exact import ExactIndex
 from kvrecall.index.sphere import SphereIndex
+from kvrecall.index.tokens import KeyIndex
 from kvrecall.index.units.pages import PageIndex
 from tests.backends.models import tiny
 from tests.blocks import small_blocks
@@ -26,7 +26,7 @@ from tests.blocks import small_blocks
 ZONES: Any = {"sink_tokens": 4, "local_tokens": 16, "update_interval": 8, "full_attention_threshold": 0}
 METHODS = {
     "sphere": (kvrecall.ParisKV(top_k=6, **ZONES), SphereIndex),
-    "exact": (kvrecall.Exact(top_k=6, **ZONES), ExactIndex),
+    "exact": (kvrecall.Exact(top_k=6, **ZONES), KeyIndex),
     "pages": (
         kvrecall.PRKV(top_k=6, page_tokens=2, window_tokens=8, refresh_interval=5, refresh_lead_tokens=2, **ZONES),
         PageIndex,

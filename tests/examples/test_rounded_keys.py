@@ -6,12 +6,13 @@ import pytest
 import torch
 
 import kvrecall
-from examples.rounded_keys import RoundedConfig, RoundedKeys, rounded, scores
+from examples.rounded_keys import RoundedConfig, RoundedKeys
 from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.structs import Budget
 from kvrecall.index.base import LayerShape
 from kvrecall.methods import registry
+from kvrecall.step.settings import Settings, served
 from tests.backends.models import tiny
 from tests.layers import DIM, ZONES
 
@@ -40,13 +41,15 @@ def test_other_names_are_refused(name: str, attribute: str) -> None:
 
 def test_a_search_finds_the_best_rounded_keys() -> None:
     keys, queries = torch.randn(2, 50, DIM), torch.randn(1, 4, DIM)
-    index = RoundedConfig(gqa="max").build(LayerShape(1, 4, 2, DIM, torch.float32, torch.device("cpu")))
+    config = RoundedConfig(gqa="max")
+    index = config.build(LayerShape(1, 4, 2, DIM, torch.float32, torch.device("cpu")))
     index.append(0, keys[:, :31])
     index.append(0, keys[:, 31:])
     found = index.search(queries, Budget(5, DIM**-0.5), [0]).ids[0]
-    best = scores(queries.view(2, 2, DIM), *rounded(keys)).amax(1).topk(5).indices.sort().values
+    best = config.scores(queries.view(2, 2, DIM), config.summaries(keys)).amax(1).topk(5).indices.sort().values
     assert torch.equal(found, best.int())
-    errors = (keys - rounded(keys)[0] * rounded(keys)[1]).abs().amax(-1) / keys.abs().amax(-1)
+    codes, scale = config.summaries(keys)
+    errors = (keys - codes * scale).abs().amax(-1) / keys.abs().amax(-1)
     assert float(errors.max()) <= 0.5 / 127 + 1e-6
 
 
@@ -62,3 +65,26 @@ def test_a_budget_that_covers_the_zone_is_full_attention() -> None:
     with kvrecall.attach(model):
         answer = model.generate(ids, max_new_tokens=12, do_sample=False, **cache_argument(cache))
     assert torch.equal(answer, full)
+
+
+@pytest.mark.usefixtures("registered")
+def test_an_engine_with_pages_of_its_own_finds_what_a_cache_finds() -> None:
+    """Served under vLLM, in blocks that hold other sequences, too."""
+    assert "rounded-keys" in served() and Settings.of({"kvrecall": {"method": "rounded-keys"}}).method.name == "rounded-keys"
+    config, size, sinks = RoundedConfig(gqa="max"), 16, 3
+    shape = LayerShape(1, 4, 2, DIM, torch.float32, torch.device("cpu"))
+    pages = torch.full((9, config.paged_bytes(shape, size)), 255, dtype=torch.uint8)
+    paged, tables = config.paged(shape, size), [[4, 1, 7], [2, 8, 3]]
+    paged.bind(pages)
+    texts = [torch.randn(2, 40, DIM) for _ in tables]
+    for keys, table in zip(texts, tables, strict=True):
+        for start, stop in ((0, 25), (25, 26), (26, 40)):
+            slots = torch.tensor([table[p // size] * size + p % size for p in range(start, stop)])
+            paged.store(keys[:, start:stop], start, slots)
+    queries, ends = torch.randn(2, 4, DIM), [40, 33]
+    found = paged.search(queries, tables, ends, sinks, Budget(5, DIM**-0.5))
+    for b, keys in enumerate(texts):
+        index = config.build(shape)
+        index.append(0, keys[:, sinks : ends[b]])
+        expected = index.search(queries[b : b + 1], Budget(5, DIM**-0.5), [0]).ids[0]
+        assert torch.equal(found.ids[b], expected + sinks)

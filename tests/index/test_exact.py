@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from kvrecall.cache.blocks import CPU_BLOCK_TOKENS
 from kvrecall.core.errors import UnknownNameError
 from kvrecall.core.structs import Budget
-from kvrecall.index.exact import ExactConfig, ExactIndex
+from kvrecall.index.exact import ExactConfig
+from kvrecall.index.tokens import KeyIndex
 from tests.index.sphere.build import check_selection, found_ids, shape
 from tests.strategies import DTYPES, MODES, SEEDS, examples, gaussian, whole_numbers
 
 
-def build(keys: list[torch.Tensor], group: int, mode: str) -> ExactIndex:
-    index = ExactIndex(shape(len(keys), keys[0].shape[0], group, keys[0].shape[2], keys[0].dtype), mode)
+def build(keys: list[torch.Tensor], group: int, mode: str) -> KeyIndex:
+    index = ExactConfig(mode).build(shape(len(keys), keys[0].shape[0], group, keys[0].shape[2], keys[0].dtype))
     for b, sequence in enumerate(keys):
         index.append(b, sequence)
     return index
@@ -68,9 +69,9 @@ def test_a_sequence_finds_in_any_company_what_it_finds_alone(mode: str) -> None:
 
 def test_bytes_and_modes() -> None:
     assert ExactConfig().nbytes(shape(5, 3, 1, 128), 10) == 10 * 3 * 128 * 4
-    index = ExactIndex(shape(2, 3, 1, 64), "max")
+    index = ExactConfig("max").build(shape(2, 3, 1, 64))
     index.reserve(10)
     assert index.nbytes == 2 * 3 * CPU_BLOCK_TOKENS * 64 * 4
     assert index.candidates(gaussian(0, 2, 3, 64), Budget(1, 1.0), [0, 1]) is None
     with pytest.raises(UnknownNameError):
-        ExactIndex(shape(1, 1, 1, 64), "sum")
+        ExactConfig("sum")

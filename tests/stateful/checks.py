@@ -12,7 +12,7 @@ from kvrecall.cache.block_rows import BlockBytes, BlockRows
 from kvrecall.cache.blocks import BlockTable
 from kvrecall.cache.zone_rows import ZoneRows
 from kvrecall.core.structs import HeldSelection
-from kvrecall.index.exact import ExactIndex
+from kvrecall.index.exact import ExactConfig
 from kvrecall.index.page_means import PageMeansIndex
 from kvrecall.index.sphere import SphereIndex
 from kvrecall.index.table import TokenTable
@@ -78,7 +78,12 @@ def _retrieved(state: LayerState, b: int, h: int, query: Tensor, keys: Tensor, v
     assert found == sorted(set(found)) and all(0 <= i < zone for i in [*found, *chosen]) and not set(found) & set(chosen)
     assert len(found) == int(held.counts[h]) and held.ids[h, : len(found)].tolist() == found
     fresh = held.zone == zone
-    if fresh and isinstance(state.index, ExactIndex) and static is None and state.trigger.asks(query, [], HEADS) is query:
+    if (
+        fresh
+        and isinstance(state.method.index_config(), ExactConfig)
+        and static is None
+        and state.trigger.asks(query, [], HEADS) is query
+    ):
         assert set(found) == best_ids(query[:, 0], keys[sink : sink + zone], state.top_k, state.index._gqa)
     at = [*range(sink), *range(sink + zone, keys.shape[0]), *(sink + i for i in chosen)]
     rows = [(keys[at], values[at], torch.zeros(GROUP, len(at)))]

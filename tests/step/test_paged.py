@@ -17,10 +17,9 @@ from kvrecall.index.statistics import KeyStatistics, LayerStatistics
 from kvrecall.layer.pipeline import decode_step, prefill_layer
 from kvrecall.layer.state import LayerState
 from kvrecall.methods.base import Method
-from kvrecall.step.means import PagedMeans, means_in
 from kvrecall.step.paged import Batch, HostBlocks, PagedLayer
-from kvrecall.step.settings import Settings
-from kvrecall.step.summaries import check_device, summaries_of, summary_bytes, width_of
+from kvrecall.step.settings import Settings, check_block_size
+from kvrecall.step.summaries import check_device, width_of
 from tests.index.sphere.with_statistics import Halves
 
 HEADS, GROUP, DIM, SIZE, BLOCKS, PADDING = 2, 4, 64, 64, 40, 448
@@ -82,18 +81,13 @@ class Bench:
 
     def __post_init__(self) -> None:
         index, means, shape = Settings(self.method).index, self.method.rest_config(), self.shape
-        self.summaries = summaries_of(index, replace(shape, statistics=statistics()), SIZE)
         width = width_of(index, means, shape) * SIZE * HEADS
         self.whole = torch.full((BLOCKS, width + PADDING), 255, dtype=torch.uint8)
         self.pages = self.whole[:, :width]
-        self.summaries.bind(self.pages)
         self.host = HostBlocks(BLOCKS, shape, SIZE)
         self.host.rows.fill_(float("nan"))
-        self.means = None
-        if means is not None:
-            held = means_in(self.pages, summary_bytes(index, shape, SIZE), means, shape, SIZE)
-            self.means = PagedMeans(held, means.page_tokens, self.method.sink_tokens, self.host)
-        self.layer = PagedLayer(3, shape, self.method, PARAMS, self.summaries, self.means, self.host)
+        shape = replace(shape, statistics=statistics())
+        self.layer = PagedLayer.over(3, shape, self.method, PARAMS, self.pages, self.host)
         self.window = Ring()
         self.free = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(4)).tolist()
 
@@ -111,12 +105,11 @@ class Bench:
             self.lengths[name] = after
         width = max(len(self.tables[name]) for name in new)
         blocks = torch.tensor([self.tables[n] + [0] * (width - len(self.tables[n])) for n in new], dtype=torch.int32)
-        batch = Batch(begins, lengths, [prompts[name] for name in new], blocks, SIZE)
+        batch = Batch(begins, lengths, [prompts[name] for name in new], blocks, SIZE, torch.tensor(slots))
         q, k, v = (torch.cat([given[i] for given in new.values()]) for i in range(3))
         self.window.of, self.window.batch = list(new), batch
-        self.layer.store(k, v, torch.tensor(slots), batch, self.window)
         out = torch.full_like(q, float("nan"))
-        self.layer.attend(q, k, v, batch, self.window, out)
+        self.layer.forward(q, k, v, batch, self.window, out)
         assert (self.whole[:, self.pages.shape[1] :] == 255).all()
         return {name: out[begins[i] : begins[i + 1]] for i, name in enumerate(new)}
 
@@ -163,13 +156,13 @@ def test_a_step_attends_to_sinks_window_and_what_the_search_finds(given: dict) -
     bench.feed({0: cut((q, k, v), 0, 699)}, {0: True})
     out = bench.feed({0: cut((q, k, v), 699, 700)}, {0: False})[0][0]
     end = 700 - method.local_tokens
-    ids = bench.summaries.search(q[-1:], [bench.tables[0]], [end], method.sink_tokens, Budget(24, PARAMS.scaling)).ids[0]
+    ids = bench.layer.index.search(q[-1:], [bench.tables[0]], [end], method.sink_tokens, Budget(24, PARAMS.scaling)).ids[0]
     for head in range(HEADS):
         found = ids[head][ids[head] >= 0].tolist()
         at = [*range(method.sink_tokens), *found, *range(end, 700)]
         assert len(set(at)) == len(at) < 400
         rows, weights = (list(x) for x in (torch.stack([k[at, head], v[at, head]], 1), torch.zeros(len(at))))
-        if bench.means is not None:
+        if method.rest_config() is not None:
             for first in range(0, end // 16 * 16, 16):  # the mean of a page has no sinks, and counts for what is not attended
                 own = range(max(first, method.sink_tokens), first + 16)
                 rows.append(torch.stack([k[own, head].mean(0), v[own, head].mean(0)]))
@@ -188,7 +181,7 @@ def test_a_search_finds_what_the_index_finds(given: dict) -> None:
         bench.feed({0: cut(text, start, min(1000, start + 130))}, {0: True})
     end, budget = 1000 - method.local_tokens, Budget(24, PARAMS.scaling)
     query, sinks = text[0][-1:], torch.arange(method.sink_tokens, dtype=torch.int32).expand(HEADS, -1)
-    found = bench.summaries.search(query, [bench.tables[0]], [end], method.sink_tokens, budget)
+    found = bench.layer.index.search(query, [bench.tables[0]], [end], method.sink_tokens, budget)
     config = method.index_config()
     assert config is not None
     index = config.build(replace(SHAPE, statistics=statistics()))
@@ -297,7 +290,7 @@ def test_keys_of_norm_zero_are_never_found() -> None:
     bench, (q, k, v) = Bench(method), tokens(300, 10)
     k[40:200] = 0
     bench.feed({0: (q, k, v)}, {0: True})
-    found = bench.summaries.search(q[-1:], [bench.tables[0]], [267], 5, Budget(16, PARAMS.scaling))
+    found = bench.layer.index.search(q[-1:], [bench.tables[0]], [267], 5, Budget(16, PARAMS.scaling))
     real = found.ids[found.ids >= 0]
     assert not ((real >= 40) & (real < 200)).any() and int(found.counts.min()) == 16
 
@@ -315,11 +308,9 @@ def test_nothing_of_a_pass_with_nan_is_stored(which: int) -> None:
 @pytest.mark.parametrize("size", [16, 32, 96])
 def test_block_sizes_that_pages_cannot_have_are_refused(size: int) -> None:
     with pytest.raises(ParameterError, match=r"block_size.*--block-size 1024"):
-        summary_bytes(Settings.of(None).index, SHAPE, size)
+        check_block_size(size)
 
 
 def test_a_device_without_kernels_is_refused() -> None:
-    with pytest.raises(ParameterError, match=r"device: expected a CPU, or a GPU .*, got 'xpu:0'"):
-        summaries_of(Settings.of(None).index, replace(SHAPE, device=torch.device("xpu:0")), SIZE)
     with pytest.raises(ParameterError, match=r"device: expected a CPU, or a GPU .*, got 'xpu:0'"):
         check_device(torch.device("xpu:0"))

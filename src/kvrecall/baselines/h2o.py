@@ -32,6 +32,7 @@ class AccumulatedConfig(IndexConfig):
     """gqa: "per_head" drops per query head; all others add up the attention of a group's heads, and drop per KV head."""
 
     name: ClassVar[str] = "accumulated"
+    pages_refusal: ClassVar[str] = "it adds up the attention of a sequence's earlier steps"
     observes_attention: ClassVar[bool] = True
 
     def build(self, shape: LayerShape) -> AccumulatedIndex:

@@ -33,6 +33,7 @@ class SamplingConfig(IndexConfig):
     """
 
     name: ClassVar[str] = "hash-sampling"
+    pages_refusal: ClassVar[str] = "its hashes follow from the mean key of a whole prompt"
     modes: ClassVar[tuple[str, ...]] = ("per_head",)
     weighs: ClassVar[bool] = True
 

@@ -26,6 +26,7 @@ class ProductConfig(IndexConfig):
     """subspaces: pieces of a key, must divide head_dim. bits: of a piece's code, at most 8. iterations: of k-means, at most."""
 
     name: ClassVar[str] = "product"
+    pages_refusal: ClassVar[str] = "its codebook follows from a whole prompt"
 
     subspaces: int = 2
     bits: int = 6

@@ -31,6 +31,7 @@ class SoftHashConfig(IndexConfig):
     seed: of the hyperplanes."""
 
     name: ClassVar[str] = "soft-hash"
+    pages_refusal: ClassVar[str] = "it weighs tokens by their values, and pages are written from keys alone"
     in_blocks: ClassVar[bool] = True
 
     bits: int = 12

@@ -119,9 +119,9 @@ def _session(text: str, model: str) -> tuple[str, Path]:
 
 def _vllm_settings(method: str | None, settings: list[str] | None) -> Result:
     """The method and its settings for the vLLM backend; its default if no method is given."""
-    from kvrecall.step.settings import METHODS, spelled
+    from kvrecall.step.settings import DEFAULT, spelled
 
-    return {**spelled(method or METHODS[0]), **options.settings_of(settings)}
+    return {**spelled(method or DEFAULT), **options.settings_of(settings)}
 
 
 def _engine(choice: Engine | None) -> Engine:

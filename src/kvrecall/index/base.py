@@ -110,6 +110,13 @@ class IndexConfig(Part, ABC):
     static_refusal: ClassVar[str] = ""
     """Why a static set is refused; empty if static sets are supported."""
 
+    pages_refusal: ClassVar[str] = "its summaries have no form in blocks that requests share"
+    """Why no engine with pages of its own (vLLM) can use the index; empty if one can (`paged`)."""
+
+    def why_unpaged(self) -> str:
+        """`pages_refusal` of an index with these parameters."""
+        return self.pages_refusal
+
     @property
     def observed_queries(self) -> int:
         """How many of a prompt's last queries are passed to `Index.end_of_prompt`."""
@@ -133,9 +140,44 @@ class IndexConfig(Part, ABC):
     def nbytes(self, shape: LayerShape, tokens: int) -> int:
         """Device bytes of the summaries of one sequence with `tokens` tokens in its retrieval zone."""
 
+    def paged_bytes(self, shape: LayerShape, block_size: int) -> int:
+        """Bytes of a layer's summaries in a block of an engine: a multiple of KV heads times tokens."""
+        return self.nbytes(shape, block_size)
+
+    def paged(self, shape: LayerShape, block_size: int) -> PagedIndex:
+        """The index of a layer over an engine's blocks. Only if `why_unpaged` is empty."""
+        raise NotImplementedError(type(self).__name__)
+
     def shared_nbytes(self, shape: LayerShape, layers: int, tokens: int) -> int:
         """Device bytes that all sequences of `layers` layers share, for zones of up to `tokens` tokens."""
         return 0
+
+
+class PagedIndex(ABC):
+    """The index of one layer over the blocks of an engine, driven by the host. A summary depends on a key and its position
+    alone, so requests can share blocks.
+
+    The page of a block begins with `IndexConfig.paged_bytes` bytes of summaries. Positions count from the beginning of a
+    sequence, sinks included.
+    """
+
+    @abstractmethod
+    def bind(self, pages: Tensor) -> None:
+        """Sets the pages, uint8 `[blocks, n]`."""
+
+    @abstractmethod
+    def store(self, keys: Tensor, first: int, slots: Tensor) -> None:
+        """Writes the summaries of keys `[H_kv, n, D]` at positions from `first` on. slots: int64 `[n]`, block * block_size +
+        offset."""
+
+    @abstractmethod
+    def search(self, queries: Tensor, tables: list[list[int]], ends: list[int], sinks: int, budget: Budget) -> Selection:
+        """Finds positions sinks .. ends[b] - 1 for queries `[b, H_q, D]`. tables: the blocks of each sequence."""
+
+
+def sink_ids(heads: int, sinks: int) -> Tensor | None:
+    """Ids of the sinks, int32 `[H_kv, sinks]`, which no search over an engine's blocks may find."""
+    return torch.arange(sinks, dtype=torch.int32, device="cpu").expand(heads, -1).contiguous() if sinks else None
 
 
 class Index(ABC):

@@ -6,6 +6,7 @@ for methods whose retrieval zone is a static set or is never attended.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,60 +16,26 @@ from torch import Tensor
 from kvrecall.core.archive import Archive
 from kvrecall.core.per_sequence import PerSequence
 from kvrecall.core.structs import Budget, Selection
-from kvrecall.index.base import Captured, Index, IndexConfig, LayerShape
-from kvrecall.index.step import SlotSpec
-from kvrecall.index.table import TokenTable
-from kvrecall.index.tokens import TableIndex, TokenStep
+from kvrecall.index.base import Index, IndexConfig, LayerShape
+from kvrecall.index.tokens import TokenConfig
 
 _SCORED_TOKENS = 8192
 """Tokens scored at a time: bounds the float64 copy of the keys to H_kv * 8192 * D * 8 bytes."""
 
 
 @dataclass(frozen=True)
-class ExactConfig(IndexConfig):
+class ExactConfig(TokenConfig):
     """Exact top-k; by default with the best single search per KV head, the mean softmax."""
 
     name: ClassVar[str] = "exact"
-    captured: ClassVar[Captured | None] = Captured()
-    in_blocks: ClassVar[bool] = True
 
-    def build(self, shape: LayerShape) -> ExactIndex:
-        return ExactIndex(shape, self.gqa)
-
-    def nbytes(self, shape: LayerShape, tokens: int) -> int:
-        return shape.head_dim * shape.dtype.itemsize * shape.kv_heads * tokens
-
-
-class ExactIndex(TableIndex):
-    """Scores every key. `gqa` as in `kvrecall.select.gqa`."""
-
-    def __init__(self, shape: LayerShape, gqa: str = "mean_softmax") -> None:
-        keys = TokenTable("keys", shape.sequences, shape.kv_heads, shape.head_dim, shape.dtype, shape.device)
-        super().__init__(shape, ExactConfig(gqa), keys=keys)
-
-    @property
-    def keys(self) -> TokenTable:
-        """The keys of all sequences."""
-        return self.tables["keys"]
-
-    def append(self, sequence: int, keys: Tensor) -> None:
-        self.keys.append(sequence, keys)
-
-    def score(self, queries: Tensor, sequence: int, scaling: float) -> Tensor:
-        pieces = [inner_products(queries, keys) for keys in self.keys.pieces(sequence, _SCORED_TOKENS)]
-        return torch.cat([queries.new_empty(*queries.shape[:2], 0, dtype=torch.float32), *pieces], -1)
-
-    def slot_step(self, spec: SlotSpec) -> ExactStep:
-        return ExactStep(self, spec, self._gqa)
-
-
-class ExactStep(TokenStep):
-    """The keys of all slots' sequences, each scored in every search."""
+    def tables(self, shape: LayerShape) -> dict[str, tuple[int, torch.dtype]]:
+        return {"keys": (shape.head_dim, shape.dtype)}
 
     def summaries(self, keys: Tensor) -> tuple[Tensor, ...]:
         return (keys,)
 
-    def scores(self, queries: Tensor, summaries: list[Tensor]) -> Tensor:
+    def scores(self, queries: Tensor, summaries: Sequence[Tensor]) -> Tensor:
         return inner_products(queries, summaries[0])
 
 
@@ -87,6 +54,7 @@ class NothingConfig(IndexConfig):
     """Finds nothing, at no cost; `gqa` has no effect."""
 
     name: ClassVar[str] = "nothing"
+    pages_refusal: ClassVar[str] = "it searches nothing, so it needs no pages of summaries"
 
     def build(self, shape: LayerShape) -> NothingIndex:
         return NothingIndex(shape)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Self, cast
+from typing import ClassVar, Self, cast
 
 import torch
 from torch import Tensor
@@ -22,10 +22,19 @@ from kvrecall.cache.slot_zones import DeviceZones, SlotZones
 from kvrecall.cache.zones import ZoneLengths
 from kvrecall.core.archive import Archive
 from kvrecall.core.fp8 import as_stored
-from kvrecall.core.launch import next_power_of_2
+from kvrecall.core.launch import cdiv, next_power_of_2
 from kvrecall.core.per_sequence import PerSequence
 from kvrecall.core.structs import Budget, Selection
-from kvrecall.index.base import Index, IndexConfig, LayerShape, RowSource, stack_selections
+from kvrecall.index.base import (
+    Captured,
+    Index,
+    IndexConfig,
+    LayerShape,
+    PagedIndex,
+    RowSource,
+    sink_ids,
+    stack_selections,
+)
 from kvrecall.index.step import IndexStep, SlotSpec, SlotStep
 from kvrecall.index.table import SequenceRows, TokenTable
 from kvrecall.select.gqa import reduce_scores, search_queries
@@ -53,8 +62,7 @@ class TokenIndex(PerSequence, Index):
 
     def rank(self, queries: Tensor, sequence: int, scaling: float) -> Tensor:
         """Ranking scores fp32 `[H_kv, S, n]`: S = G searches for `per_head`, else one."""
-        reduced = reduce_scores(self.score(queries, sequence, scaling), self._gqa, scaling)
-        return reduced if self._gqa == "per_head" else reduced.unsqueeze(-2)
+        return ranking(self.score(queries, sequence, scaling), self._gqa, scaling)
 
     def exclude(self, sequence: int, ids: Tensor | None) -> None:
         self.excluded[sequence] = ids
@@ -120,15 +128,94 @@ class TableIndex(TokenIndex):
         return chosen
 
 
-class TokenStep(IndexStep):
-    """Summaries of the tokens of all slots, in the blocks of their sequences. A subclass defines the summaries and their
-    scores; ties go to the lower position."""
+class TokenConfig(IndexConfig):
+    """An index that summarises each token by its key alone, and scores all of them. Its subclasses are whole indexes: in every
+    cache, in captured steps and in the pages of an engine. They say what a summary is and how queries score it."""
 
-    def __init__(self, index: TokenIndex, spec: SlotSpec, gqa: str) -> None:
-        """index: any index of the kind that will join. gqa: how the query heads of a group share a search."""
+    captured: ClassVar[Captured | None] = Captured()
+    in_blocks: ClassVar[bool] = True
+    pages_refusal: ClassVar[str] = ""
+
+    @abstractmethod
+    def tables(self, shape: LayerShape) -> dict[str, tuple[int, torch.dtype]]:
+        """Numbers and dtype of each part of a summary, by its name in saved sessions."""
+
+    @abstractmethod
+    def summaries(self, keys: Tensor) -> tuple[Tensor, ...]:
+        """The summaries of keys `[…, D]`: `[…, numbers]` for each table."""
+
+    @abstractmethod
+    def scores(self, queries: Tensor, summaries: Sequence[Tensor]) -> Tensor:
+        """Scores fp32 `[…, H_kv, G', n]` of queries fp32 `[…, H_kv, G', D]` with n tokens, whose summaries are
+        `[…, H_kv, n, numbers]` for each table. A score times `scaling` is a logit. Equal keys have equal scores at every place;
+        -inf for a token that must not be found."""
+
+    def build(self, shape: LayerShape) -> KeyIndex:
+        return KeyIndex(shape, self)
+
+    def nbytes(self, shape: LayerShape, tokens: int) -> int:
+        return shape.kv_heads * tokens * sum(numbers * dtype.itemsize for numbers, dtype in self.tables(shape).values())
+
+    def paged(self, shape: LayerShape, block_size: int) -> PagedTokens:
+        return PagedTokens(self, shape, block_size)
+
+
+class KeyIndex(TableIndex):
+    """The summaries of a `TokenConfig`."""
+
+    def __init__(self, shape: LayerShape, config: TokenConfig) -> None:
+        self.config, size = config, (shape.sequences, shape.kv_heads)
+        tables = {name: TokenTable((config, name), *size, *of, shape.device) for name, of in config.tables(shape).items()}
+        super().__init__(shape, config, **tables)
+
+    def append(self, sequence: int, keys: Tensor) -> None:
+        for table, rows in zip(self.tables.values(), self.config.summaries(keys), strict=True):
+            table.append(sequence, rows)
+
+    def score(self, queries: Tensor, sequence: int, scaling: float) -> Tensor:
+        pieces = zip(*(table.pieces(sequence, _PIECE_TOKENS) for table in self.tables.values()), strict=True)
+        scored = [self.config.scores(queries, piece) for piece in pieces]
+        return torch.cat([queries.new_empty(*queries.shape[:2], 0, dtype=torch.float32), *scored], -1)
+
+    def slot_step(self, spec: SlotSpec) -> TokenStep:
+        return TokenStep(self, spec)
+
+
+class PagedTokens(PagedIndex):
+    """The summaries of a `TokenConfig` in an engine's pages, table by table."""
+
+    def __init__(self, config: TokenConfig, shape: LayerShape, block_size: int) -> None:
+        self._config, self._shape, self._size = config, shape, block_size
+
+    def bind(self, pages: Tensor) -> None:
+        heads, self._tables, start = self._shape.kv_heads, list[Tensor](), 0
+        for numbers, dtype in self._config.tables(self._shape).values():
+            stop = start + heads * self._size * numbers * dtype.itemsize
+            self._tables.append(pages[:, start:stop].view(dtype).unflatten(1, (heads, self._size, numbers)))
+            start = stop
+
+    def store(self, keys: Tensor, first: int, slots: Tensor) -> None:
+        for table, rows in zip(self._tables, self._config.summaries(keys), strict=True):
+            table[slots // self._size, :, slots % self._size] = rows.transpose(0, 1).to(table.dtype)
+
+    def search(self, queries: Tensor, tables: list[list[int]], ends: list[int], sinks: int, budget: Budget) -> Selection:
+        heads, gqa, found = self._shape.kv_heads, self._config.gqa, []
+        for query, table, end in zip(search_queries(queries, heads, gqa), tables, ends, strict=True):
+            blocks = table[: cdiv(end, self._size)]
+            rows = [held[blocks].transpose(0, 1).flatten(1, 2)[:, :end] for held in self._tables]
+            ranks = ranking(self._config.scores(query, rows), gqa, budget.scaling)
+            found.append(best_tokens(ranks, budget.top_k, sink_ids(heads, sinks)))
+        return stack_selections(found)
+
+
+class TokenStep(IndexStep):
+    """Summaries of the tokens of all slots, in the blocks of their sequences; ties go to the lower position."""
+
+    def __init__(self, index: KeyIndex, spec: SlotSpec) -> None:
+        """index: any index of the kind that will join."""
         super().__init__(spec)
-        self._kind, self._gqa = type(index), gqa
-        self._memories = [table.memory for table in self.tables(index)]
+        self._config, self._gqa = index.config, index.config.gqa
+        self._memories = [table.memory for table in index.tables.values()]
         for memory in self._memories:
             memory.commit(1)  # slots without a sequence read block 0
         size, device = (spec.slots, spec.shape.kv_heads), spec.shape.device
@@ -138,28 +225,15 @@ class TokenStep(IndexStep):
         self._numbers = torch.arange(spec.tokens, device=device)
         self._heads = torch.arange(spec.shape.kv_heads, device=device).view(1, -1, 1)
 
-    def tables(self, index: TokenIndex) -> tuple[TokenTable, ...]:
-        """The tables of an index."""
-        return tuple(cast("TableIndex", index).tables.values())
-
-    @abstractmethod
-    def summaries(self, keys: Tensor) -> tuple[Tensor, ...]:
-        """The summaries of keys `[…, D]`, `[…, width]` for each table."""
-
-    @abstractmethod
-    def scores(self, queries: Tensor, summaries: list[Tensor]) -> Tensor:
-        """Scores fp32 `[slots, H_kv, G', n]` of queries fp32 `[slots, H_kv, G', D]` with n tokens, whose summaries are
-        `[slots, H_kv, n, width]` for each table. A score times `scaling` is a logit."""
-
     def fits(self, index: Index, zones: list[ZoneLengths], room: int) -> bool:
-        if type(index) is not self._kind:
+        if not isinstance(index, KeyIndex) or index.config != self._config:
             return False
-        tables = self.tables(cast("TokenIndex", index))
+        tables = index.tables.values()
         return all(table.memory is memory for table, memory in zip(tables, self._memories, strict=True))
 
     def join(self, slot: int, index: Index, sequence: int, zones: ZoneLengths, window: Tensor, budget: int, room: int) -> None:
-        tables, new = self.tables(cast("TokenIndex", index)), self.summaries(window[:, :, 0])
-        for table, rows in zip(tables, new, strict=True):
+        tables, new = cast("KeyIndex", index).tables, self._config.summaries(window[:, :, 0])
+        for table, rows in zip(tables.values(), new, strict=True):
             table.write(sequence, zones.retrieval, rows)  # also gives memory to the blocks of later tokens
 
     def search(self, queries: Tensor, fire: Tensor, zones: SlotZones, scaling: float) -> None:
@@ -168,7 +242,7 @@ class TokenStep(IndexStep):
             queries.flatten(1).unflatten(1, (-1, self.spec.shape.head_dim)), self.counts.shape[1], self._gqa
         )
         blocks = self.spec.host.blocks.split(max(1, _PIECE_TOKENS // self.spec.host.block_size), 1)
-        scored = [self.scores(grouped, self._gathered(piece)) for piece in blocks]
+        scored = [self._config.scores(grouped, self._gathered(piece)) for piece in blocks]
         window = self._numbers >= zones.retrieval.view(-1, 1, 1, 1)
         logits = torch.cat(scored, -1)[..., : len(self._numbers)].masked_fill(window, float("-inf"))
         ranked = reduce_scores(logits, self._gqa, scaling)
@@ -186,7 +260,7 @@ class TokenStep(IndexStep):
         assert isinstance(inputs.zones, DeviceZones)
         table, heads = self.spec.host, self.spec.shape.kv_heads
         keys = as_stored(inputs.keys) if table.fp8 else inputs.keys
-        for memory, new in zip(self._memories, self.summaries(keys), strict=True):
+        for memory, new in zip(self._memories, self._config.summaries(keys), strict=True):
             width = memory.layout.width
             row_kernel[(self.spec.slots * heads,)](
                 new.contiguous(), memory.rows, inputs.zones.rows, table.blocks, heads, table.blocks.stride(0),
@@ -301,9 +375,15 @@ def archive_excluded(archive: Archive, ids: Tensor | None, heads: int, tokens: i
     return archive.optional("excluded", ids, (heads, None), torch.int32, least=0, below=tokens, ascending=True)
 
 
+def ranking(scores: Tensor, gqa: str, scaling: float) -> Tensor:
+    """Ranking scores fp32 `[H_kv, S, n]` of scores `[H_kv, G', n]`; see `TokenIndex.rank`."""
+    reduced = reduce_scores(scores, gqa, scaling)
+    return reduced if gqa == "per_head" else reduced.unsqueeze(-2)
+
+
 def best_tokens(ranks: Tensor, top_k: int, excluded: Tensor | None) -> tuple[Tensor, Tensor]:
     """Ids and counts, for `stack_selections`, of the best tokens by ranking scores fp32 `[H_kv, S, n]`: the union of S
-    searches. barred: ids int32 `[H_kv, m]` that must not be found."""
+    searches. excluded: ids int32 `[H_kv, m]` that must not be found."""
     if excluded is not None:
         top_k = min(top_k, ranks.shape[-1] - excluded.shape[-1])
         ranks = ranks.scatter(-1, excluded.long().unsqueeze(1).expand(-1, ranks.shape[1], -1), float("-inf"))

@@ -16,12 +16,11 @@ from kvrecall.attend import attend_block, attend_causal, attend_rows, attend_sel
 from kvrecall.core.errors import NonFiniteError
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import AttentionParams, Budget, Partial, Rows, StepStats
-from kvrecall.index.base import LayerShape
+from kvrecall.index.base import LayerShape, PagedIndex
 from kvrecall.merge import merge, merge_in_turn
 from kvrecall.methods.base import Method
-from kvrecall.step.means import PagedMeans
+from kvrecall.step.means import PagedMeans, means_in
 from kvrecall.step.stream import HostBlocks
-from kvrecall.step.summaries import Summaries
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,8 @@ class Batch:
 
     begins: one more than there are sequences. lengths: tokens of each sequence, including this pass. prompts: whether its
     tokens are a chunk of a prompt; other tokens are decoded, each as if alone (the last ones may be drafts, which the next pass
-    overwrites). blocks: int32 `[b, W]`, their block tables; block_size: tokens per block.
+    overwrites). blocks: int32 `[b, W]`, their block tables; block_size: tokens per block. slots: int64 `[T]`, block *
+    block_size + offset of each token, < 0 for padding.
     """
 
     begins: list[int]
@@ -38,6 +38,7 @@ class Batch:
     prompts: list[bool]
     blocks: Tensor
     block_size: int
+    slots: Tensor
 
     def __iter__(self) -> Iterator[tuple[int, slice, int]]:
         """(row, its tokens in the pass, position of the first one) of every sequence with tokens."""
@@ -68,20 +69,40 @@ class PagedLayer:
     that were searched."""
 
     def __init__(
-        self, number: int, shape: LayerShape, method: Method, params: AttentionParams, summaries: Summaries,
+        self, number: int, shape: LayerShape, method: Method, params: AttentionParams, index: PagedIndex,
         means: PagedMeans | None, host: HostBlocks,
     ) -> None:  # fmt: skip
         self._number, self._shape, self._method, self._params = number, shape, method, params
-        self._summaries, self._means, self._host = summaries, means, host
+        self.index, self._means, self._host = index, means, host
         self.stats = StepStats()
         self.searched_tokens = 0
+
+    @staticmethod
+    def over(
+        number: int, shape: LayerShape, method: Method, params: AttentionParams, pages: Tensor, host: HostBlocks
+    ) -> PagedLayer:
+        """A layer over pages uint8 `[blocks, n]`, of at least `summaries.width_of` bytes per token and KV head, and rows of the
+        same blocks. method: one that `Settings` accepts."""
+        config, means, held = method.index_config(), method.rest_config(), None
+        assert config is not None
+        index = config.paged(shape, host.block_size)
+        index.bind(pages)
+        if means is not None:
+            rows = means_in(pages, config.paged_bytes(shape, host.block_size), means, shape, host.block_size)
+            held = PagedMeans(rows, means.page_tokens, method.sink_tokens, host)
+        return PagedLayer(number, shape, method, params, index, held, host)
+
+    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, batch: Batch, window: Window, out: Tensor) -> None:
+        """Stores and attends: queries, out `[T, H_q, D]`, keys, values `[T, H_kv, D]`. Raises as `store`."""
+        self.store(keys, values, batch, window)
+        self.attend(queries, keys, values, batch, window, out)
 
     def forget(self) -> None:
         """Resets the counters."""
         self.stats, self.searched_tokens = StepStats(), 0
 
-    def store(self, keys: Tensor, values: Tensor, slots: Tensor, batch: Batch, window: Window) -> None:
-        """keys, values `[T, H_kv, D]` of a pass; slots: int64 `[T]`, < 0 for padding.
+    def store(self, keys: Tensor, values: Tensor, batch: Batch, window: Window) -> None:
+        """keys, values `[T, H_kv, D]` of a pass.
 
         Raises NonFiniteError, before anything of the pass is stored, for NaN and infinity.
         """
@@ -89,10 +110,10 @@ class PagedLayer:
             if not (torch.isfinite(keys[tokens]).all() and torch.isfinite(values[tokens]).all()):
                 raise NonFiniteError(self._number, row)
         for row, tokens, first in batch:
-            k, v, at = keys[tokens], values[tokens], slots[tokens]
+            k, v, at = keys[tokens], values[tokens], batch.slots[tokens]
             assert int(at.min()) >= 0, "every token of a sequence has a slot"
             self._host.store(k, v, at)
-            self._summaries.store(k.transpose(0, 1), first, at)
+            self.index.store(k.transpose(0, 1), first, at)
             if self._means is not None:
                 self._means.store(batch.table(row, first + len(k)), first, first + len(k))
             window.store(k, v, tokens)
@@ -140,7 +161,7 @@ class PagedLayer:
         ends = [length - method.local_tokens for length in lengths]
         tables = [batch.table(row, length) for row, _, length in searched]
         q = queries[[at for _, at, _ in searched]]  # [b, H_q, D]
-        found = self._summaries.search(q, tables, ends, method.sink_tokens, Budget(method.top_k, params.scaling))
+        found = self.index.search(q, tables, ends, method.sink_tokens, Budget(method.top_k, params.scaling))
         for i, (row, at, _) in enumerate(searched):
             recent = window.span(row, ends[i], lengths[i])
             sinks = [rows[:, : method.sink_tokens] for rows in self._host.pieces(tables[i], method.sink_tokens)]

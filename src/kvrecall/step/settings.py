@@ -8,17 +8,18 @@ from typing import Any
 
 from kvrecall.core.errors import CompositionError, ParameterError, UnknownNameError
 from kvrecall.core.launch import cdiv
-from kvrecall.index.exact import ExactConfig
+from kvrecall.index.base import IndexConfig
 from kvrecall.index.page_means import PageMeans
 from kvrecall.index.sphere.config import SphereConfig
 from kvrecall.methods.base import Method
-from kvrecall.methods.registry import class_names, method_class
+from kvrecall.methods.registry import get, method_class, names
 from kvrecall.methods.settings import from_settings
 from kvrecall.methods.spec import RECOMMENDED_NAME, parse
 from kvrecall.step.memory import bytes_of
+from kvrecall.trigger import EveryStep
 
-METHODS = ("pariskv-balanced", "pariskv", "exact")
-"""Methods that can be served. Their summary of a key depends only on the key and its position, so blocks can be shared."""
+DEFAULT = "pariskv-balanced"
+"""The method of an engine that names none."""
 
 BLOCK_TOKENS = 1024
 """Default of tokens per block: a program of a search reads one or two blocks."""
@@ -53,6 +54,26 @@ _REASONS = {
 """Fields of a method that serving does not support, and the reason."""
 
 
+def why_unserved(method: Method) -> str:
+    """Why no setting of a method with these parts can be served; empty if one can."""
+    index = method.index_config()
+    if index is None or method.top_k is None:
+        return "it attends to everything, as vLLM's own backends do"
+    if index.pages_refusal:
+        return index.pages_refusal
+    parts = {
+        "trigger": not isinstance(method.trigger_config(), EveryStep), "static": method.static_config() is not None,
+        "dense_layers": bool(method.dense_layers), "prune": method.prune_config() is not None, "attend": method.attends_on_host,
+    }  # fmt: skip
+    return next((_REASONS.get(part, f"{part} is not served yet") for part, has in parts.items() if has), "")
+
+
+def served() -> list[str]:
+    """Names of the methods that can be served, registered ones too: their summary of a key depends on the key and its position
+    alone, so that requests can share blocks."""
+    return [name for name in names() if not why_unserved(get(name))]
+
+
 def least_block(means: PageMeans | None) -> int:
     """Tokens of the smallest block whose page can hold summaries and these means."""
     return LEAST_BLOCK if means is None else max(LEAST_BLOCK, means.page_tokens)
@@ -67,9 +88,9 @@ def check_block_size(tokens: int, least: int = LEAST_BLOCK) -> None:
 def spelled(method: str) -> dict[str, Any]:
     """A method as text (`methods.spec`) as keys of the configuration: name, settings, budget. Raises ParameterError."""
     # What is recommended there has no update_interval: every key is summarised when it comes.
-    spec = parse(METHODS[0] if method == RECOMMENDED_NAME else method)
+    spec = parse(DEFAULT if method == RECOMMENDED_NAME else method)
     if spec.is_file:
-        raise ParameterError("method", "a name and settings under vLLM, no file", method, f"Served are {', '.join(METHODS)}.")
+        raise ParameterError("method", "a name and settings under vLLM, no file", method, f"Served are {', '.join(served())}.")
     return {"method": spec.name, **spec.settings, **({} if spec.budget is None else {"top_k": spec.budget})}
 
 
@@ -89,7 +110,7 @@ class Settings:
         if not isinstance(given, Mapping):
             raise ParameterError("additional_config['kvrecall']", "an object", given, 'For example {"top_k": 100}.')
         params: dict[str, Any] = dict(given)
-        name, memory = params.pop("method", METHODS[0]), params.pop("host_memory", None)
+        name, memory = params.pop("method", DEFAULT), params.pop("host_memory", None)
         residency = params.pop("residency", RESIDENCIES[0])
         if residency not in RESIDENCIES:
             raise ParameterError("residency", " or ".join(map(repr, RESIDENCIES)), residency, "Leave it out for the host.")
@@ -98,16 +119,13 @@ class Settings:
                 "vLLM with residency=device and host_memory", "no rows lie in host memory", "Leave host_memory out."
             )
         if not isinstance(name, str):
-            raise ParameterError("method", "a method as text", name, f"Served are {', '.join(METHODS)}.")
+            raise ParameterError("method", "a method as text", name, f"Served are {', '.join(served())}.")
         told = spelled(name)
         name = told.pop("method")
         if twice := sorted(told.keys() & params.keys()):
             raise ParameterError("method", f"{twice[0]} once", given["method"], "Give it in the text or as a key beside it.")
         params |= told
         chosen = method_class(name)
-        if class_names()[chosen.__name__] not in METHODS:
-            why = "its summaries depend on the whole prompt or on earlier steps, which blocks that requests share cannot hold"
-            raise CompositionError(f"vLLM with method={name}", why, f"Served are {', '.join(METHODS)}.")
         known = [f.name for f in fields(chosen) if f.name not in _SAME]
         for key in params:
             if key in _SAME:
@@ -115,12 +133,13 @@ class Settings:
                 raise CompositionError(f"vLLM with {key}={params[key]!r}", why, "Leave it out.")
             if key not in known:
                 raise UnknownNameError(f"setting of {name}", key, [*known, "method", "host_memory", "residency"])
-        estimate = {"rest": PageMeans.name} if name == METHODS[0] else {}
+        if why := why_unserved(get(name)):
+            raise CompositionError(f"vLLM with method={name}", why, f"Served are {', '.join(served())}.")
+        estimate = {"rest": PageMeans.name} if name == DEFAULT else {}
         method = from_settings(name, {"local_tokens": LOCAL_TOKENS, **estimate, **params})
         index = method.index_config()
-        if isinstance(index, SphereConfig) and index.stage1 != "product":
-            why = "collisions count the keys of a whole sequence, which blocks that requests share cannot hold"
-            raise CompositionError(f"vLLM with stage1={index.stage1}", why, 'Set "stage1": "product".')
+        if index is not None and (why := index.why_unpaged()):
+            raise CompositionError(f"vLLM with method={name}", why, f"Served are {', '.join(served())}.")
         if method.local_tokens < 1:
             raise ParameterError("local_tokens", "an integer > 0", method.local_tokens, "Every token attends to itself.")
         means = method.rest_config()
@@ -133,9 +152,9 @@ class Settings:
     def check_gpu(self) -> None:
         """Raises errors of `kvrecall.core.errors` for settings without a kernel."""
         index, method = self.index, self.method
-        if isinstance(index, ExactConfig):
+        if not isinstance(index, SphereConfig):
             remedy = 'Serve pariskv-balanced, or pariskv with "stage1": "product".'
-            raise ParameterError("method", "one with kernels over pages on a GPU", "exact", remedy)
+            raise ParameterError("method", "one with kernels over pages on a GPU", method.name, remedy)
         if index.gqa == "per_head":
             raise ParameterError("gqa", "a mode in which heads share a selection", index.gqa, "Leave it out.")
         if method.top_k is not None and method.top_k > _MOST_SELECTED:
@@ -154,10 +173,10 @@ class Settings:
         check_block_size(tokens, least_block(self.method.rest_config()))
 
     @property
-    def index(self) -> SphereConfig | ExactConfig:
+    def index(self) -> IndexConfig:
         """The index of the method."""
         index = self.method.index_config()
-        assert isinstance(index, SphereConfig | ExactConfig)
+        assert index is not None
         return index
 
 

@@ -1,8 +1,8 @@
 """One engine of vLLM in a process of its own: python engine.py JOB.json, which says what to make and where to write answers.
 
 A job: {"model", "settings" of vllm.LLM, "rounds": [[prompt ids, …], …], "tokens", "sampling", "out"}; or with "requests" in
-place of rounds and tokens: so many, which come, end and are aborted at random. With "interpreted", vLLM takes its Model Runner
-V2, which needs Triton: its kernels run in Triton's interpreter.
+place of rounds and tokens: so many, which come, end and are aborted at random. "register": arguments of `methods.register`.
+With "interpreted", vLLM takes its Model Runner V2, which needs Triton: its kernels run in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -31,6 +31,11 @@ def interpret_triton() -> None:
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """Answers of every round, and what vLLM counts."""
+    if "register" in job:
+        from kvrecall.methods import register
+
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # another process would need a plugin that registers it there
+        register(*job["register"])
     from vllm import LLM, SamplingParams
 
     log: list[str] = []

@@ -225,6 +225,13 @@ def test_scarce_blocks_preempt_and_change_nothing(home: Path) -> None:
     assert tokens(few) == tokens(answers(home, job, None, max_num_seqs=6))
 
 
+def test_a_method_of_one_s_own_is_served(home: Path, stock: dict[str, Any]) -> None:
+    """With a budget that covers everything it is full attention, in shared blocks, too."""
+    name = "rounded-keys"
+    made = answers(home, TWICE | {"register": [name, "examples.rounded_keys", "RoundedKeys"]}, {"method": name})
+    assert tokens(made) == tokens(stock) and cached(made) == cached(stock) and made["searches"] > 0
+
+
 def test_several_answers_to_one_prompt_share_its_blocks(home: Path) -> None:
     """Drawn so cold that each is the greedy one."""
     asked, cold = prompts([200, 150, 90], shared=0, seed=3), {"temperature": 0.01, "n": 3}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvrecall.core.errors import KVRecallError, ParameterError, UnknownNameError
 from kvrecall.index.base import Index
-from kvrecall.index.exact import ExactIndex
+from kvrecall.index.exact import ExactConfig
 from kvrecall.index.sphere import SphereConfig, SphereIndex
 from kvrecall.index.sphere.schedule import RatioStep
 from tests.blocks import small_blocks
@@ -102,7 +102,7 @@ def test_any_course_of_appends_and_truncations(numba: bool, seed: int, steps: li
 def build(kind: str, keys: list[torch.Tensor], group: int) -> Index:
     if kind != "exact":
         return index_of(keys, group, kind == "numba")
-    index = ExactIndex(shape(len(keys), keys[0].shape[0], group, keys[0].shape[2]), "max")
+    index = ExactConfig("max").build(shape(len(keys), keys[0].shape[0], group, keys[0].shape[2]))
     for b, sequence in enumerate(keys):
         index.append(b, sequence)
     return index

@@ -38,11 +38,10 @@ from kvrecall.index.base import LayerShape, with_statistics
 from kvrecall.index.statistics import LayerStatistics
 from kvrecall.methods.base import HEAD_DIMS
 from kvrecall.step.device import DeviceLayer, Pass, Window
-from kvrecall.step.means import PagedMeans, means_in
 from kvrecall.step.paged import Batch, PagedLayer
 from kvrecall.step.plan import PassPlan
 from kvrecall.step.settings import BLOCK_TOKENS, LEAST_BLOCK, check_block_size, least_block
-from kvrecall.step.summaries import check_device, summaries_of, summary_bytes, width_of
+from kvrecall.step.summaries import check_device, width_of
 from kvrecall.step.warmup import FakeMetadata, Layout, Limits, trials
 
 
@@ -109,11 +108,9 @@ def of_pages(width: int, least: int) -> type[RetrievalBackend]:
 
 @dataclass(frozen=True)
 class RetrievalMetadata:
-    """A pass as vLLM describes it. On a CPU: row by row, with slots of new tokens int64 `[T]`, < 0 for padding. On a GPU: in
-    the kernels' form. block_size: tokens per block."""
+    """A pass as vLLM describes it. On a CPU: row by row. On a GPU: in the kernels' form. block_size: tokens per block."""
 
     batch: Batch | Pass
-    slots: Tensor
     block_size: int
 
 
@@ -136,14 +133,14 @@ class RetrievalBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> RetrievalMetadata:
         told, size = common_attn_metadata, self.kv_cache_spec.block_size
         batch = self._batch(told, size) if self.plan is None else Pass.of(told, self.plan, size, self._drafts)
-        return RetrievalMetadata(batch, told.slot_mapping, size)
+        return RetrievalMetadata(batch, size)
 
     def _batch(self, told: Any, size: int) -> Batch:
         begins, lengths = told.query_start_loc_cpu.tolist(), told.seq_lens.tolist()
         prompts = [stop - start > 1 + self._drafts for start, stop in pairwise(begins)]
         if told.is_prefilling is not None:
             prompts = [a or b for a, b in zip(prompts, told.is_prefilling.tolist(), strict=False)]
-        return Batch(begins, lengths, prompts, told.block_table_tensor, size)
+        return Batch(begins, lengths, prompts, told.block_table_tensor, size, told.slot_mapping.long())
 
 
 class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
@@ -193,9 +190,9 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         self._layout = Layout.contiguous(shape)
         self._engine.shapes.append(shape)
         self._engine.impls.append(self)
-        self._means = settings.method.rest_config()
-        width = width_of(settings.index, self._means, shape)
-        own.attn_backend = backend = of_pages(width, least_block(self._means))
+        means = settings.method.rest_config()
+        width = width_of(settings.index, means, shape)
+        own.attn_backend = backend = of_pages(width, least_block(means))
         if not hasattr(AttentionBackend, "customize_spec"):  # before 0.28 vLLM does not call it
             stock = own.get_kv_cache_spec
             own.get_kv_cache_spec = lambda config: backend.customize_spec(stock(config))
@@ -237,9 +234,7 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
             self._layer.forward(query, key, value, batch, Window(self._near.kv_cache, near.blocks, near.slots), output)
             return
         assert isinstance(self._layer, PagedLayer)
-        window = PassWindow(self._near, near)
-        self._layer.store(key, value, metadata.slots.long(), batch, window)
-        self._layer.attend(query, key, value, batch, window, output)
+        self._layer.forward(query, key, value, batch, PassWindow(self._near, near), output)
 
     @property
     def kind(self) -> object:
@@ -290,13 +285,7 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         if isinstance(self._layer, DeviceLayer):
             self._layer.bind(pages, host)
         else:
-            summaries = summaries_of(settings.index, shape, size)
-            summaries.bind(pages)
-            means = None
-            if self._means is not None:
-                held = means_in(pages, summary_bytes(settings.index, shape, size), self._means, shape, size)
-                means = PagedMeans(held, self._means.page_tokens, settings.method.sink_tokens, host)
-            self._layer = PagedLayer(self.number, shape, settings.method, self._params, summaries, means, host)
+            self._layer = PagedLayer.over(self.number, shape, settings.method, self._params, pages, host)
         self._engine.layers[self.number] = self._layer
         self._engine.windows[self._name] = self._near, host
         self._bound = (kv_cache.data_ptr(), len(kv_cache))

@@ -40,6 +40,7 @@ class CentroidConfig(IndexConfig):
     """
 
     name: ClassVar[str] = "query-centroids"
+    pages_refusal: ClassVar[str] = "its lists follow from the queries of a whole prompt, and the host reranks them"
     searches_on_host: ClassVar[bool] = True
     modes: ClassVar[tuple[str, ...]] = ("max_softmax", "mean_softmax", "max", "per_head")
 

@@ -22,6 +22,7 @@ from kvrecall.index.sphere import reference
 from kvrecall.index.sphere.codes import BLOCK, CENTROIDS, MAGNITUDE_BYTES, Codes, encode
 from kvrecall.index.sphere.config import STAGE_ONE, SphereConfig
 from kvrecall.index.sphere.maps import Maps
+from kvrecall.index.sphere.paged import PagedCodes
 from kvrecall.index.sphere.pages import CodeLayout, CodePages
 from kvrecall.index.sphere.schedule import StageSizes, stage_sizes
 from kvrecall.index.tokens import archive_excluded
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from kvrecall.index.sphere.kernels.search import GpuSearch, Tables
     from kvrecall.index.step import IndexStep, SlotSpec
 
-__all__ = ["STAGE_ONE", "SphereConfig", "SphereIndex"]
+__all__ = ["STAGE_ONE", "PagedCodes", "SphereConfig", "SphereIndex"]
 
 _ROOM_TOKENS, _MOST_SPARE = 1024, 65_536
 """Scratch of searches grows by this many tokens at a time."""

@@ -15,7 +15,7 @@ from kvrecall.index.sphere.pages import CodeLayout
 from kvrecall.index.sphere.schedule import PAPER_SCHEDULE, RatioStep, as_steps, check_schedule
 
 if TYPE_CHECKING:
-    from kvrecall.index.sphere import SphereIndex
+    from kvrecall.index.sphere import PagedCodes, SphereIndex
 
 STAGE_ONE = ("collision", "product")
 """How stage I scores a key: by collisions of its sign patterns with the query's best (the paper), or by the product of the
@@ -36,6 +36,7 @@ class SphereConfig(IndexConfig):
 
     name: ClassVar[str] = "sphere"
     captured: ClassVar[Captured | None] = Captured(page_means=True)
+    pages_refusal: ClassVar[str] = ""
 
     gqa: str = "mean_q"
     stage1: str = "collision"
@@ -90,6 +91,19 @@ class SphereConfig(IndexConfig):
 
     def nbytes(self, shape: LayerShape, tokens: int) -> int:
         return self.layout(shape, block_size_on(shape.device)).nbytes(tokens)
+
+    def why_unpaged(self) -> str:
+        if self.stage1 == "product":
+            return ""
+        return f'stage1={self.stage1} counts the keys of a whole sequence, not those of a block; set "stage1": "product"'
+
+    def paged_bytes(self, shape: LayerShape, block_size: int) -> int:
+        return self.layout(shape, block_size).block_bytes
+
+    def paged(self, shape: LayerShape, block_size: int) -> PagedCodes:
+        from kvrecall.index.sphere import PagedCodes
+
+        return PagedCodes(self, shape, block_size)
 
     def shared_nbytes(self, shape: LayerShape, layers: int, tokens: int) -> int:
         table = Maps.turns_nbytes(shape.head_dim, tokens) if self.center else 0

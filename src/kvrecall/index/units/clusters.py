@@ -47,6 +47,7 @@ class ClusterConfig(IndexConfig):
     """
 
     name: ClassVar[str] = "clusters"
+    pages_refusal: ClassVar[str] = "its clusters follow from a whole prompt"
     captured: ClassVar[Captured | None] = Captured(static=True)
 
     cluster_tokens: int = 16

@@ -41,6 +41,7 @@ class PageConfig(IndexConfig):
     "mean" (no extent: ShadowKV's landmarks)."""
 
     name: ClassVar[str] = "pages"
+    pages_refusal: ClassVar[str] = "nothing writes its pages of tokens into blocks that requests share"
     captured: ClassVar[Captured | None] = Captured(static=True)
 
     page_tokens: int = 32
