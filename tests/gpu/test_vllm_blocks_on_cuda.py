@@ -15,6 +15,12 @@ CUDA = torch.device("cuda", 0)
 GIVEN = paged.GIVEN[:2]
 
 
+@pytest.fixture(autouse=True, params=[16, 1], ids=["", "window-alone"])
+def many(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From how many sequences on the window has a launch of its own."""
+    monkeypatch.setattr("kvrecall.step.device._MANY", request.param)
+
+
 def close(out: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(out, wanted, rtol=2e-3, atol=2e-3)
 
