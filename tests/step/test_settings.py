@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 
 from kvrecall.core.errors import KVRecallError
+from kvrecall.index.exact import ExactConfig
 from kvrecall.index.page_means import PageMeans
-from kvrecall.methods.registry import names
+from kvrecall.methods import registry
+from kvrecall.methods.base import AnyTrigger, Method
+from kvrecall.methods.registry import names, register
 from kvrecall.step.settings import LOCAL_TOKENS, Settings, served
+from kvrecall.trigger import EveryStep, FixedStride
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sometimes(Method):
+    """Searches in every step, or more rarely."""
+
+    name: ClassVar[str] = "sometimes"
+    every: int = 1
+
+    def own_index(self) -> ExactConfig:
+        return ExactConfig()
+
+    def own_trigger(self) -> AnyTrigger:
+        return EveryStep() if self.every == 1 else FixedStride(self.every)
 
 
 def test_nothing_set_is_the_balanced_method_with_its_defaults() -> None:
@@ -95,6 +114,21 @@ def test_what_has_no_kernel_is_refused_for_a_gpu(given: Any, said: str) -> None:
     settings = Settings.of({"kvrecall": given})
     with pytest.raises(KVRecallError, match=said):
         settings.check_gpu()
+
+
+def test_a_setting_that_switches_on_an_unserved_part_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+    register("sometimes", __name__, "Sometimes")
+    assert "sometimes" in served() and Settings.of({"kvrecall": {"method": "sometimes"}}).method == Sometimes(local_tokens=1024)
+    with pytest.raises(KVRecallError, match=r"sometimes.*every step searches"):
+        Settings.of({"kvrecall": {"method": "sometimes", "every": 8}})
+
+
+def test_a_registration_that_cannot_be_imported_hides_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+    register("broken", "no_such_module", "Broken")
+    with pytest.raises(KVRecallError, match="Served are exact, pariskv, pariskv-balanced"):
+        Settings.of({"kvrecall": {"method": "quest"}})
 
 
 def test_defaults_have_kernels() -> None:

@@ -45,8 +45,8 @@ def attend_rows(queries: Tensor, rows: Rows, scaling: float, softcap: float = 0.
     words, kind = as_words(*as_bits(rows.kv.contiguous().flatten(2)), dim)
     # One layout of every array: one compilation.
     lengths = rows.lengths.contiguous().numpy()
-    near, factors = queries[:, :, 0].float().contiguous().numpy(), (np.float32(scaling), np.float32(softcap))
-    _attend(near, words, kind, lengths, *factors, _NO_SCALES, out[:, :, 0].numpy(), lse[:, :, 0].numpy())
+    ordered, factors = queries[:, :, 0].float().contiguous().numpy(), (np.float32(scaling), np.float32(softcap))
+    _attend(ordered, words, kind, lengths, *factors, _NO_SCALES, out[:, :, 0].numpy(), lse[:, :, 0].numpy())
     return Partial(out, lse)
 
 
@@ -86,8 +86,8 @@ def attend_piece(queries, rows, kind, places, scales, scale_places, scaling, sof
         return
     width = dim // numbers_per_word(kind)
     logits = np.zeros((-(-group // QUERIES) * QUERIES, n), np.float32)
-    near = in_word_order(queries, kind)
-    score_keys(rows, kind, places, scales, scale_places, near, _AHEAD, 2 * width, logits[:group], 0)
+    ordered = in_word_order(queries, kind)
+    score_keys(rows, kind, places, scales, scale_places, ordered, _AHEAD, 2 * width, logits[:group], 0)
     for g in range(group):
         peak = np.float32(-np.inf)
         for i in range(n):

@@ -32,8 +32,8 @@ def attend_selected(
     words, kind = as_words(bits, kind, dim)
     blocks, size = table.blocks[0].numpy(), table.block_size
     factors = np.float32(scaling), np.float32(softcap)
-    near, own, counts = queries.float().contiguous().numpy(), ids.contiguous().numpy(), counts.contiguous()
-    _attend(near, words, kind, scales, blocks, size, own, counts.numpy(), *factors, out, lse)
+    ordered, own, counts = queries.float().contiguous().numpy(), ids.contiguous().numpy(), counts.contiguous()
+    _attend(ordered, words, kind, scales, blocks, size, own, counts.numpy(), *factors, out, lse)
     return Partial(torch.from_numpy(out).view(1, heads, 1, dim), torch.from_numpy(lse).view(1, heads, 1))
 
 

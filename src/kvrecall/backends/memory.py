@@ -42,14 +42,14 @@ class MemoryPlan:
         searched = [number for number in numbers if method.searches(number)]
         window = shape.token_bytes * sizes.resident_capacity * shape.sequences * len(numbers)
         summaries = shape.sequences * sum(method.at(number).summary_bytes(shape, zone) for number in searched)
-        maps, near = method.shared_bytes(shape, len(searched), zone), 0
+        maps, on_device = method.shared_bytes(shape, len(searched), zone), 0
         if room is not None:
             each, left = shape.token_bytes * zone * shape.sequences, room - window - summaries - maps
-            near = layers_on_device(each, len(numbers) - len(searched), left)
-        return MemoryPlan(shape, len(numbers), near, zone, window, summaries, maps)
+            on_device = layers_on_device(each, len(numbers) - len(searched), left)
+        return MemoryPlan(shape, len(numbers), on_device, zone, window, summaries, maps)
 
     @property
-    def near_token_bytes(self) -> int:
+    def device_token_bytes(self) -> int:
         """A token's rows in the layers whose rows lie on the device."""
         return self.shape.token_bytes * self.near_layers
 
@@ -71,7 +71,7 @@ class MemoryPlan:
     @property
     def device_bytes(self) -> int:
         """Everything on the device."""
-        return self.growing_bytes + self.map_bytes + self.near_token_bytes * self.zone_tokens * self.shape.sequences
+        return self.growing_bytes + self.map_bytes + self.device_token_bytes * self.zone_tokens * self.shape.sequences
 
 
 @contextmanager

@@ -81,14 +81,14 @@ def plan(
     shape = LayerShape(batch, model.query_heads, model.kv_heads, model.head_dim, dtype, where, fp8_rows=small)
     room = None if device_free is None else device_free - SPARE_BYTES
     need = MemoryPlan.of(method, shape, numbers, context_tokens, room)
-    per_token, zone, block = need.host_token_bytes + need.near_token_bytes, need.zone_tokens, block_size_on(where)
-    host, near = (each * zone * batch for each in (need.host_token_bytes, need.near_token_bytes))
+    per_token, zone, block = need.host_token_bytes + need.device_token_bytes, need.zone_tokens, block_size_on(where)
+    host, on_device = (each * zone * batch for each in (need.host_token_bytes, need.device_token_bytes))
     full = shape.token_bytes * need.layers * context_tokens * batch
     host_free = available_host_bytes()
     return Plan(
         method.name, context_tokens, batch, need.layers, model.kv_heads, model.head_dim, str(dtype).removeprefix("torch."),
         per_token, need.summary_bytes // batch / max(1, zone), host, need.summary_bytes, need.map_bytes, need.window_bytes,
-        near, need.device_bytes, full, per_token * cdiv(zone, block) * block * batch + need.growing_bytes,
+        on_device, need.device_bytes, full, per_token * cdiv(zone, block) * block * batch + need.growing_bytes,
         host_free, device_free,
         host <= host_free if device_free is not None else host + need.device_bytes <= host_free,
         None if device_free is None else need.device_bytes <= device_free,

@@ -31,6 +31,7 @@ from kvrecall.merge import merge_in_turn
 from kvrecall.merge.cuda import merge_step
 from kvrecall.methods.base import Method
 from kvrecall.step.means import means_in
+from kvrecall.step.paged import Refill
 from kvrecall.step.plan import ROW, PassPlan, candidates, kept_sequences
 from kvrecall.step.settings import DENSE_ROWS, MOST_PARTS, Parts
 from kvrecall.step.stream import HostBlocks, Stream
@@ -299,11 +300,19 @@ class DeviceLayer:
             BK=next_power_of_2(scratch.top_k), CAP=self._params.softcap != 0, num_warps=4, **overlapping(shape.device),
         )  # fmt: skip
 
-    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, batch: Pass, window: Window, out: Tensor) -> None:
-        """Stores and attends: queries, out `[T, H_q, D]`, keys, values `[T, H_kv, D]`."""
+    def forward(
+        self, queries: Tensor, keys: Tensor, values: Tensor, batch: Pass, window: Window, out: Tensor,
+        refill: Refill | None = None,
+    ) -> None:  # fmt: skip
+        """Stores and attends: queries, out `[T, H_q, D]`, keys, values `[T, H_kv, D]`. A decoded token may end a block that
+        a prompt reads, so prompts come last."""
         self.store(keys, values, batch, window)
-        self.prompts(queries, keys, values, batch, out)
+        if refill is not None:
+            refill(True)
         self.decode(queries, keys, values, batch, window, out)
+        if refill is not None:
+            refill(False)
+        self.prompts(queries, keys, values, batch, out)
 
     def store(self, keys: Tensor, values: Tensor, batch: Pass, window: Window) -> None:
         """Keeps the tokens of the prompts of a pass: keys, values `[T, H_kv, D]`, of all its tokens."""

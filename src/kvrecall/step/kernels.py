@@ -138,8 +138,8 @@ def store_run(
         m_r = o_r < stop
         o_new = tl.where(m_r & (o_r >= new), o_r - new, 0).to(tl.int64)
         p_new = tl.where((o_d < D)[None, :], p_keys + (o_new * K_TOKEN)[:, None], p_values + (o_new * V_TOKEN)[:, None] - D)
-        o_near = window_place(p_recent, o_r, i_kv, m_r & (o_r < new), PAGE, W_BLOCK, W_HEAD, W_TOKEN)
-        p_row = tl.where((o_r >= new)[:, None], p_new, p_window + o_near[:, None]) + o_d[None, :]
+        o_recent = window_place(p_recent, o_r, i_kv, m_r & (o_r < new), PAGE, W_BLOCK, W_HEAD, W_TOKEN)
+        p_row = tl.where((o_r >= new)[:, None], p_new, p_window + o_recent[:, None]) + o_d[None, :]
         m_row = m_r[:, None] & (o_d < 2 * D)[None, :]
         p_host = p_pool + row_offset(p_blocks, o_r, m_r, i_kv, HEADS, BLOCK, D)[:, None] + o_d[None, :]
         tl.store(p_host, tl.load(p_row, mask=m_row), mask=m_row)
@@ -147,14 +147,14 @@ def store_run(
 
 @triton.jit
 def take_mean(
-    p_mean, first, p_keys, p_values, new, near, p_pool, p_blocks, p_window, p_recent, i_kv, K_TOKEN, V_TOKEN, HEADS, TOKENS,
+    p_mean, first, p_keys, p_values, new, recent, p_pool, p_blocks, p_window, p_recent, i_kv, K_TOKEN, V_TOKEN, HEADS, TOKENS,
     SINKS, PAGE, W_BLOCK, W_HEAD, W_TOKEN, BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """Stores mean `[2, D]` of keys and values at positions first .. first + TOKENS - 1 of one KV head, without sinks; W rows at
     a time, fp32 sums. Stores nothing if all are sinks.
 
-    Positions from `new` on are tokens of this pass, at keys and values. Earlier positions are in the window's pages from `near`
-    on, else on the host (`row_offset`); see `paged_step_kernel`.
+    Positions from `new` on are tokens of this pass, at keys and values. Earlier positions are in the window's pages from
+    `recent` on, else on the host (`row_offset`); see `paged_step_kernel`.
     """
     o_d = tl.arange(0, BD)
     m_d = (o_d < D)[None, :]
@@ -163,18 +163,18 @@ def take_mean(
     for i in range(begins, first + TOKENS, W):
         o_r = i + tl.arange(0, W)
         m_r = o_r < first + TOKENS
-        m_new, m_far = m_r & (o_r >= new), m_r & (o_r < new)
+        m_new, m_host = m_r & (o_r >= new), m_r & (o_r < new)
         o_new = tl.where(m_new, o_r - new, 0).to(tl.int64)
         b_rows_k = tl.load(p_keys + (o_new * K_TOKEN)[:, None] + o_d[None, :], mask=m_new[:, None] & m_d, other=0.0)
         b_rows_v = tl.load(p_values + (o_new * V_TOKEN)[:, None] + o_d[None, :], mask=m_new[:, None] & m_d, other=0.0)
-        m_near, m_far = m_far & (o_r >= near), m_far & (o_r < near)
-        o_near = window_place(p_recent, o_r, i_kv, m_near, PAGE, W_BLOCK, W_HEAD, W_TOKEN)
-        p_near = p_window + o_near[:, None] + o_d[None, :]
-        b_rows_k = tl.where(m_near[:, None], tl.load(p_near, mask=m_near[:, None] & m_d, other=0.0), b_rows_k)
-        b_rows_v = tl.where(m_near[:, None], tl.load(p_near + D, mask=m_near[:, None] & m_d, other=0.0), b_rows_v)
-        p_far = p_pool + row_offset(p_blocks, o_r, m_far, i_kv, HEADS, BLOCK, D)[:, None] + o_d[None, :]
-        b_rows_k = tl.where(m_far[:, None], tl.load(p_far, mask=m_far[:, None] & m_d, other=0.0), b_rows_k)
-        b_rows_v = tl.where(m_far[:, None], tl.load(p_far + D, mask=m_far[:, None] & m_d, other=0.0), b_rows_v)
+        m_recent, m_host = m_host & (o_r >= recent), m_host & (o_r < recent)
+        o_recent = window_place(p_recent, o_r, i_kv, m_recent, PAGE, W_BLOCK, W_HEAD, W_TOKEN)
+        p_here = p_window + o_recent[:, None] + o_d[None, :]
+        b_rows_k = tl.where(m_recent[:, None], tl.load(p_here, mask=m_recent[:, None] & m_d, other=0.0), b_rows_k)
+        b_rows_v = tl.where(m_recent[:, None], tl.load(p_here + D, mask=m_recent[:, None] & m_d, other=0.0), b_rows_v)
+        p_host = p_pool + row_offset(p_blocks, o_r, m_host, i_kv, HEADS, BLOCK, D)[:, None] + o_d[None, :]
+        b_rows_k = tl.where(m_host[:, None], tl.load(p_host, mask=m_host[:, None] & m_d, other=0.0), b_rows_k)
+        b_rows_v = tl.where(m_host[:, None], tl.load(p_host + D, mask=m_host[:, None] & m_d, other=0.0), b_rows_v)
         b_k += tl.sum(b_rows_k.to(tl.float32), 0)
         b_v += tl.sum(b_rows_v.to(tl.float32), 0)
     count = first + TOKENS - begins
@@ -257,9 +257,9 @@ def window_kernel(
         b_base = tl.where(b_peak == float("-inf"), 0.0, b_peak)
         tl.store(p_lse + o_part + o_g * PARTS + FIRST + i_share, b_base + tl.log(b_total), mask=o_g < G)
         if stop == length:
-            p_near = p_window + window_place(p_recent, newest, i_kv, length > 0, PAGE, W_BLOCK, W_HEAD, W_TOKEN)
+            p_here = p_window + window_place(p_recent, newest, i_kv, length > 0, PAGE, W_BLOCK, W_HEAD, W_TOKEN)
             p_key, p_value = p_keys + i_b.to(tl.int64) * K_TOKEN, p_values + i_b.to(tl.int64) * V_TOKEN
-            store_new(p_key + i_kv * D, p_value + i_kv * D, p_near, p_bad + i_b, D, BD)
+            store_new(p_key + i_kv * D, p_value + i_kv * D, p_here, p_bad + i_b, D, BD)
     else:
         empty_part(p_lse + o_part, FIRST + i_share, G, PARTS)
     end(PDL)
@@ -395,8 +395,8 @@ def paged_step_kernel(
                 b_k = tl.load(tl.where(m_new, p_key + o_key, p_row), mask=m_row, other=0.0)
                 b_v = tl.load(tl.where(m_new, p_value + o_value, p_row + D), mask=m_row, other=0.0)
                 if newest < first + W:  # no other program reads or writes this row
-                    p_near = p_window + window_place(p_recent, newest, i_kv, length > 0, PAGE, W_BLOCK, W_HEAD, W_TOKEN)
-                    store_new(p_key, p_value, p_near, p_bad + i_b, D, BD)
+                    p_here = p_window + window_place(p_recent, newest, i_kv, length > 0, PAGE, W_BLOCK, W_HEAD, W_TOKEN)
+                    store_new(p_key, p_value, p_here, p_bad + i_b, D, BD)
             attend_block(p_query, p_part, p_part_lse, i_part, b_k, b_v, m_r, scaling, softcap, D, BD, G, PARTS, CAP)
         else:
             empty_part(p_part_lse, i_part, G, PARTS)
@@ -436,11 +436,11 @@ def store_kernel(
     p_host = p_pool + o_host[:, None] + o_d[None, :]
     tl.store(p_host, b_k, mask=m_row)
     tl.store(p_host + D, b_v, mask=m_row)
-    m_near = (b_recent >= 0)[:, None] & m_row
-    o_near = b_recent // PAGE * W_BLOCK + i_kv * W_HEAD + b_recent % PAGE * W_TOKEN
-    p_near = p_window + o_near[:, None] + o_d[None, :]
-    tl.store(p_near, b_k, mask=m_near)
-    tl.store(p_near + D, b_v, mask=m_near)
+    m_recent = (b_recent >= 0)[:, None] & m_row
+    o_recent = b_recent // PAGE * W_BLOCK + i_kv * W_HEAD + b_recent % PAGE * W_TOKEN
+    p_here = p_window + o_recent[:, None] + o_d[None, :]
+    tl.store(p_here, b_k, mask=m_recent)
+    tl.store(p_here + D, b_v, mask=m_recent)
 
 
 @triton.jit(do_not_specialize=["p_table", "past"])

@@ -5,7 +5,7 @@ Row of (block b, KV head h, offset o): `[b, h, o]` of one mapping `[blocks, H_kv
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -52,6 +52,11 @@ class Batch:
         return self.blocks[row, : cdiv(tokens, self.block_size)].tolist()
 
 
+Refill = Callable[[bool], None]
+"""Restores the windows of sequences that a pass begins behind filled blocks: of those that it decodes (True), and of those
+whose prompts it reads on (False). Called when the rows of these blocks are on the host, since the same pass may store them."""
+
+
 class Window(Protocol):
     """The recent tokens of every sequence, in device memory."""
 
@@ -92,9 +97,15 @@ class PagedLayer:
             held = PagedMeans(rows, means.page_tokens, method.sink_tokens, host)
         return PagedLayer(number, shape, method, params, index, held, host)
 
-    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, batch: Batch, window: Window, out: Tensor) -> None:
+    def forward(
+        self, queries: Tensor, keys: Tensor, values: Tensor, batch: Batch, window: Window, out: Tensor,
+        refill: Refill | None = None,
+    ) -> None:  # fmt: skip
         """Stores and attends: queries, out `[T, H_q, D]`, keys, values `[T, H_kv, D]`. Raises as `store`."""
         self.store(keys, values, batch, window)
+        if refill is not None:
+            refill(True)
+            refill(False)
         self.attend(queries, keys, values, batch, window, out)
 
     def forget(self) -> None:

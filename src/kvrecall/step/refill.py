@@ -17,12 +17,12 @@ def refill(rows: Tensor, pages: Sequence[int], host: HostBlocks, blocks: Sequenc
     """
     size, block_size = rows.shape[2], host.block_size
     assert block_size % size == 0
-    near: dict[int, Tensor] = {}
+    copies: dict[int, Tensor] = {}
     for first in range(start // size * size, stop, size):
         page, block = pages[first // size], blocks[first // block_size]
         if not page:
             continue
-        if block not in near:  # the whole block, which is contiguous
-            near = {block: host.rows[block].to(rows.device, non_blocking=True).flatten(-2)}
+        if block not in copies:  # the whole block, which is contiguous
+            copies = {block: host.rows[block].to(rows.device, non_blocking=True).flatten(-2)}
         at = first % block_size
-        rows[page] = near[block][:, at : at + size]
+        rows[page] = copies[block][:, at : at + size]

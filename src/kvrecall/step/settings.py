@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -71,7 +72,12 @@ def why_unserved(method: Method) -> str:
 def served() -> list[str]:
     """Names of the methods that can be served, registered ones too: their summary of a key depends on the key and its position
     alone, so that requests can share blocks."""
-    return [name for name in names() if not why_unserved(get(name))]
+    found = []
+    for name in names():
+        with suppress(Exception):  # somebody's registration that cannot be imported must not hide another refusal
+            if not why_unserved(get(name)):
+                found.append(name)
+    return found
 
 
 def least_block(means: PageMeans | None) -> int:
@@ -138,7 +144,7 @@ class Settings:
         estimate = {"rest": PageMeans.name} if name == DEFAULT else {}
         method = from_settings(name, {"local_tokens": LOCAL_TOKENS, **estimate, **params})
         index = method.index_config()
-        if index is not None and (why := index.why_unpaged()):
+        if why := why_unserved(method) or (index.why_unpaged() if index is not None else ""):
             raise CompositionError(f"vLLM with method={name}", why, f"Served are {', '.join(served())}.")
         if method.local_tokens < 1:
             raise ParameterError("local_tokens", "an integer > 0", method.local_tokens, "Every token attends to itself.")

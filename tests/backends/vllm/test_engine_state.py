@@ -225,6 +225,15 @@ def test_scarce_blocks_preempt_and_change_nothing(home: Path) -> None:
     assert tokens(few) == tokens(answers(home, job, None, max_num_seqs=6))
 
 
+def test_prompts_of_one_pass_share_the_blocks_that_it_fills(home: Path) -> None:
+    """vLLM finds a block from the moment on when its tokens are scheduled, before any layer has stored them. The tokens behind
+    it are decoded while it is in the window."""
+    (one, *_), together = prompts([300, 5, 5], shared=0, seed=7), {"max_num_batched_tokens": 2048}
+    job = {"rounds": [[one, [*one, 9, 8, 7], [*one[:260], 3, 4, 5], one[:257]]], "tokens": 24}
+    made, expected = (answers(home, job, own, **together) for own in (METHODS["balanced"], None))
+    assert tokens(made) == tokens(expected) and cached(made) == cached(expected) == [[0, 256, 256, 256]]
+
+
 def test_a_method_of_one_s_own_is_served(home: Path, stock: dict[str, Any]) -> None:
     """With a budget that covers everything it is full attention, in shared blocks, too."""
     name = "rounded-keys"

@@ -109,8 +109,8 @@ class RetrievalLayer(CacheLayerMixin):
         shape = LayerShape(b, queries.shape[1], heads, dim, keys.dtype, keys.device, known, fp8_rows=cache.fp8_rows)
         with explained(self.number, shape, cache.method, max(cache.reserved_tokens, keys.shape[2])):
             tables = cache.block_tables(self.number, b, keys.device)
-            near = self.rows_on_device(cache, shape, keys.shape[2])
-            self.state = LayerState(self.number, shape, cache.method, cache.profile, cache.observe_queries, tables, near)
+            on_device = self.rows_on_device(cache, shape, keys.shape[2])
+            self.state = LayerState(self.number, shape, cache.method, cache.profile, cache.observe_queries, tables, on_device)
         if cache.reserved_tokens:
             self._reserve(cache.reserved_tokens)
         self.is_initialized = True
@@ -255,8 +255,8 @@ class RetrievalLayer(CacheLayerMixin):
             shape = with_statistics(shape, copy._statistics(cache, shape.kv_heads, shape.head_dim))
             if method.zone_sizes() == self.state.store.sizes:
                 stays = self.state.store.on_device and not method.searches(self.number)
-                near = cache.rows_on_device is None and (stays or copy.rows_on_device(cache, shape, self._logical))
-                copy.state = self.state.fork(method, shape, cache.tables, near)
+                on_device = cache.rows_on_device is None and (stays or copy.rows_on_device(cache, shape, self._logical))
+                copy.state = self.state.fork(method, shape, cache.tables, on_device)
             else:
                 tokens = max(cache.reserved_tokens, self._logical)
                 with explained(self.number, self.state.shape, method, tokens):

@@ -219,22 +219,26 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
             if isinstance(self._layer, DeviceLayer):
                 self._layer.rehearse(query, key, value)
             return output.fill_(0)
-        near = get_forward_context().attn_metadata[self._near.name]
-        self._run(query, key, value, kv_cache, attn_metadata, near, output)
+        recent = get_forward_context().attn_metadata[self._window_layer.name]
+        self._run(query, key, value, kv_cache, attn_metadata, recent, output)
         return output
 
     def _run(
-        self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, metadata: RetrievalMetadata, near: WindowMetadata,
+        self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, metadata: RetrievalMetadata, recent: WindowMetadata,
         output: Tensor,
     ) -> None:  # fmt: skip
         batch = metadata.batch
         self._bind(kv_cache, metadata.block_size)
         if isinstance(batch, Pass):
             assert isinstance(self._layer, DeviceLayer)
-            self._layer.forward(query, key, value, batch, Window(self._near.kv_cache, near.blocks, near.slots), output)
+            window = Window(self._window_layer.kv_cache, recent.blocks, recent.slots)
+            self._layer.forward(query, key, value, batch, window, output, self._refill)
             return
         assert isinstance(self._layer, PagedLayer)
-        self._layer.forward(query, key, value, batch, PassWindow(self._near, near), output)
+        self._layer.forward(query, key, value, batch, PassWindow(self._window_layer, recent), output, self._refill)
+
+    def _refill(self, decoding: bool) -> None:
+        self._engine.refill(self._name, decoding)
 
     @property
     def kind(self) -> object:
@@ -251,15 +255,15 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
 
     def warm_up(self, limits: Limits) -> int:
         """Runs the passes of `warmup.trials` over block 0. Returns their number."""
-        shape, builder, page = self._shape, self._builder, self._near.kv_cache.shape[2]
+        shape, builder, page = self._shape, self._builder, self._window_layer.kv_cache.shape[2]
         passes = list(trials(limits, shape.device.type == "cuda"))
         for trial in passes:
             query, key, value = self._layout.random(sum(trial.counts), shape.device)
             metadata = builder.build(0, FakeMetadata.of(trial, builder.kv_cache_spec.block_size, limits.longest, shape.device))
-            recent = FakeMetadata.of(trial, page, limits.longest, shape.device)
-            near = WindowMetadata(recent.block_table_tensor, recent.slot_mapping)
+            window = FakeMetadata.of(trial, page, limits.longest, shape.device)
+            recent = WindowMetadata(window.block_table_tensor, window.slot_mapping)
             output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-            self._run(query, key, value, self._own.kv_cache, metadata, near, output)
+            self._run(query, key, value, self._own.kv_cache, metadata, recent, output)
         return len(passes)
 
     @property
@@ -272,7 +276,7 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         return self._engine.builders[self._name]
 
     @property
-    def _near(self) -> WindowLayer:
+    def _window_layer(self) -> WindowLayer:
         assert self._window is not None, "weights have been loaded"
         return self._window
 
@@ -287,7 +291,7 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         else:
             self._layer = PagedLayer.over(self.number, shape, settings.method, self._params, pages, host)
         self._engine.layers[self.number] = self._layer
-        self._engine.windows[self._name] = self._near, host
+        self._engine.windows[self._name] = self._window_layer, host
         self._bound = (kv_cache.data_ptr(), len(kv_cache))
 
 

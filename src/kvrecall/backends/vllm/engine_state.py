@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from time import perf_counter
@@ -71,6 +71,9 @@ class EngineState:
         """The latest `RetrievalBuilder` of every attention layer, by name."""
         self.windows: dict[str, tuple[WindowLayer, HostBlocks]] = {}
         """By name of the attention layer, for layers with pages."""
+        self._decoding: list[tuple[Sequence[Sequence[int]], int]] = []
+        self._reading: list[tuple[Sequence[Sequence[int]], int]] = []
+        """Blocks and filled tokens of sequences that this pass begins, by decoding and by reading a prompt's rest."""
         self.groups: dict[str, int] = {}
         """vLLM's cache group of every layer."""
         self.others: dict[int, int] = {}
@@ -122,12 +125,29 @@ class EngineState:
         self._hosts = [host for host in self._hosts if len(host.rows) == blocks] + [made]  # the others were for a trial
         return made
 
-    def refill(self, blocks: Sequence[Sequence[int]], computed: int) -> None:
-        """Restores the window of a sequence whose first `computed` tokens are in filled blocks. blocks: ids by cache group."""
-        start = max(0, computed - self.settings.method.local_tokens)
-        for name, (window, host) in self.windows.items():
-            pages, own = blocks[self.groups[window.name]], blocks[self.groups[name]]
-            refill(window.kv_cache, pages, host, own, start, computed)
+    def begin_pass(self, beginning: Mapping[str, tuple[Sequence[Sequence[int]], int]], tokens: Mapping[str, int]) -> None:
+        """Restores the windows of sequences that a pass begins, whose first tokens are in filled blocks. beginning: ids of
+        blocks by cache group, and how many tokens are filled. tokens: of all requests of the pass.
+
+        The pass itself may fill these blocks, with a prompt of another request: vLLM finds blocks from the moment on when their
+        tokens are scheduled. So with a prompt in the pass each layer restores its window when it has stored the prompt
+        (`refill`). Without one the pass may be a recorded graph, which runs nothing of this, and windows are restored now.
+        """
+        few = 1 + self.drafts
+        self._decoding = [each for name, each in beginning.items() if tokens[name] <= few]
+        self._reading = [each for name, each in beginning.items() if tokens[name] > few]
+        if beginning and max(tokens.values()) <= few:
+            for name in self.windows:
+                self.refill(name, decoding=True)
+            self._decoding = []
+
+    def refill(self, name: str, decoding: bool) -> None:
+        """Restores the windows of one layer: of the sequences that the pass begins by decoding, or of those whose prompts it
+        reads."""
+        window, host = self.windows[name]
+        for blocks, computed in self._decoding if decoding else self._reading:
+            start = max(0, computed - self.settings.method.local_tokens)
+            refill(window.kv_cache, blocks[self.groups[window.name]], host, blocks[self.groups[name]], start, computed)
 
     def clear(self, blocks: list[int]) -> None:
         """Zeroes the pages of these blocks. Groups share pages: bytes of summaries may be NaN to the layers of another backend,

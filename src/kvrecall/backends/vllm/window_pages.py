@@ -1,7 +1,8 @@
 """The manager of the windows' pages: vLLM's sliding-window manager, without prefix caching.
 
-All rows of a window also lie in host memory, so its pages need not be cached. A sequence has only the pages of its last tokens,
-also while a long prompt is read. If it begins behind cached blocks, its window is restored from their rows (`refill.py`). So
+A sequence has only the pages of its last tokens, also while a long prompt is read; until the end of a run they are the only
+place of its newest rows. If it begins behind cached blocks, whose rows are all in host memory, its window is restored from them
+(`refill.py`), so pages need not be cached. So
 windows take a few blocks per sequence, only blocks of summaries decide about prefixes, and pages evict no cached block.
 """
 

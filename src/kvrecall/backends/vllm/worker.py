@@ -142,8 +142,7 @@ class Worker(StockWorker):
             scheduler_output = left_out(scheduler_output, engine.refused)
         if engine.others:
             engine.clear(handed_out_empty(scheduler_output, engine.others))
-        for blocks, computed in beginning(scheduler_output):
-            engine.refill(blocks, computed)
+        engine.begin_pass(beginning(scheduler_output), scheduler_output.num_scheduled_tokens)
         return super().execute_model(scheduler_output, *args, **kwargs)
 
 
@@ -180,14 +179,15 @@ def handed_out_empty(scheduler_output: Any, sizes: dict[int, int]) -> list[int]:
     return [block for ids, computed in given for group, size in sizes.items() for block in ids[group][cdiv(computed, size) :]]
 
 
-def beginning(scheduler_output: Any) -> list[tuple[Sequence[Sequence[int]], int]]:
+def beginning(scheduler_output: Any) -> dict[str, tuple[Sequence[Sequence[int]], int]]:
     """(blocks by cache group, computed tokens) of every sequence that a pass starts after its first tokens, because they are
-    cached or the sequence was preempted."""
+    cached or the sequence was preempted; by request."""
     told = scheduler_output
     cached = told.scheduled_cached_reqs
     again = [
-        (blocks, computed)
+        (name, blocks, computed)
         for name, blocks, computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
         if name in cached.resumed_req_ids and blocks is not None
     ]
-    return [(b, n) for b, n in [*((new.block_ids, new.num_computed_tokens) for new in told.scheduled_new_reqs), *again] if n]
+    new = [(each.req_id, each.block_ids, each.num_computed_tokens) for each in told.scheduled_new_reqs]
+    return {name: (blocks, computed) for name, blocks, computed in [*new, *again] if computed}

@@ -252,7 +252,7 @@ class CentroidIndex(PerSequence, Index):
         return result.best
 
     def _recalled(self, picked: Tensor, sequence: int, excluded: Tensor | None, cut: bool = True) -> tuple[Tensor, Tensor]:
-        """Distinct ids of picked lists and of the pool, without barred ids; see `rerank.distinct`."""
+        """Distinct ids of picked lists and of the pool, without excluded ids; see `rerank.distinct`."""
         listed = 0 if self._lists[sequence] is None else self._listed[sequence]
         excluded = None if excluded is None else excluded.to(picked.device)
         return distinct(picked, self._counts[sequence], listed, excluded, cut)

@@ -257,7 +257,7 @@ def _ranks(scores, count, peak, total, scaling, mode):
 
 @njit(cache=True, nogil=True)
 def _pick(ranks, ids, count, excluded, best):
-    """The best ids that are not barred; returns how many there are."""
+    """The best ids that are not excluded; returns how many there are."""
     ranked, allowed = np.empty(count, np.float32), np.empty(count, np.int32)
     at, b = 0, 0
     for i in range(count):

@@ -149,8 +149,8 @@ def recall(lists: CentroidLists, query: Tensor, kv_heads: int, count: int) -> Re
     """The lists of the `count` centroids most similar to a query `[H_q, D]`: by cosine, largest over the group, ties to the
     lower one."""
     unit, norms = directions(query)
-    near, heads = nearest(lists, unit, kv_heads, count), torch.arange(kv_heads, device=query.device).unsqueeze(1)
-    return Recalled(unit, norms, lists.ids[heads, near])
+    places, heads = nearest(lists, unit, kv_heads, count), torch.arange(kv_heads, device=query.device).unsqueeze(1)
+    return Recalled(unit, norms, lists.ids[heads, places])
 
 
 def directions(queries: Tensor) -> tuple[Tensor, Tensor]:

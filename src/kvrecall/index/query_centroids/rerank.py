@@ -63,7 +63,7 @@ def rerank(
     on one device, the result as well.
 
     on_host: they are on the CPU, where numba scores rows in place. In softmax modes the softmax is over the recalled keys.
-    barred: int `[H_kv, m]`, scored but not selected: the centroid that this query becomes must list them, because they may be
+    excluded: int `[H_kv, m]`, scored but not selected: the centroid that this query becomes must list them, because they may be
     searchable again by then. list_tokens: rho.
     """
     device = queries.device

@@ -243,10 +243,10 @@ class SphereIndex(Index):
             )  # fmt: skip
         found = [
             reference.search_sequence(
-                self.codes(b), self.counts[b], query, size, budget.top_k, config.gqa, budget.scaling, barred, config.stage1,
+                self.codes(b), self.counts[b], query, size, budget.top_k, config.gqa, budget.scaling, ids, config.stage1,
                 shift,
             )
-            for b, query, size, barred, shift in zip(sequences, rotated, sizes, excluded, shifts, strict=True)
+            for b, query, size, ids, shift in zip(sequences, rotated, sizes, excluded, shifts, strict=True)
         ]  # fmt: skip
         return stack_selections(found)
 
@@ -287,7 +287,7 @@ class SphereIndex(Index):
             every = queries.new_zeros(count, *queries.shape[1:])
             for i, b in enumerate(sequences):  # a list of indices would be sent to the GPU, which synchronises
                 every[b] = queries[i]
-        gpu.launch(every.contiguous(), self.tables(self._all_blocks(), self._barred()), plan, fire, budget.scaling)
+        gpu.launch(every.contiguous(), self.tables(self._all_blocks(), self._excluded_flags()), plan, fire, budget.scaling)
         if whole:
             return Selection(gpu.ids.clone(), gpu.counts.clone())
         return Selection(torch.stack([gpu.ids[b] for b in sequences]), torch.stack([gpu.counts[b] for b in sequences]))
@@ -302,12 +302,12 @@ class SphereIndex(Index):
 
         return StepPlan(sizes, self.config.steps, self.config.min_candidates_per_k, top_k, slots)
 
-    def tables(self, blocks: Tensor, barred: Tensor | None = None) -> Tables:
-        """The memory that the kernels read. blocks: int32 `[B, W]`, the sequences' blocks. barred: uint8 `[B, H_kv, room]`,
+    def tables(self, blocks: Tensor, excluded: Tensor | None = None) -> Tables:
+        """The memory that the kernels read. blocks: int32 `[B, W]`, the sequences' blocks. excluded: uint8 `[B, H_kv, room]`,
         not 0 for tokens that must not be found."""
         from kvrecall.index.sphere.kernels.search import Tables
 
-        return Tables(self.pages.codes, blocks, self.counts, self.zero_norms, barred)
+        return Tables(self.pages.codes, blocks, self.counts, self.zero_norms, excluded)
 
     def _make_room(self, tokens: int) -> None:
         """Ensures scratch for `tokens` tokens, with room to grow."""
@@ -317,13 +317,13 @@ class SphereIndex(Index):
 
     def _all_blocks(self) -> Tensor:
         """The block tables int32 `[B, W]` on the device, sent again when they have changed."""
-        near = [table.on(self._shape.device) for table in self._tables]
+        copies = [table.on(self._shape.device) for table in self._tables]
         known = self._stacked
-        if known is None or any(own is not then for own, then in zip(near, known[0], strict=True)):
-            self._stacked = known = near, stacked(self._tables, self._shape.device)
+        if known is None or any(own is not then for own, then in zip(copies, known[0], strict=True)):
+            self._stacked = known = copies, stacked(self._tables, self._shape.device)
         return known[1]
 
-    def _barred(self) -> Tensor | None:
+    def _excluded_flags(self) -> Tensor | None:
         """uint8 `[B, H_kv, room]`: 1 for excluded tokens; None without any."""
         if all(ids is None for ids in self._excluded):
             return None

@@ -21,11 +21,11 @@ from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.sphere.codes import magnitude_levels
 from kvrecall.index.sphere.cos_sin import SPAN
 from kvrecall.index.sphere.cpu_stages import (
-    bar_ids,
     bar_zero_norms,
     bonus_table,
     compact,
     drop_ids,
+    exclude_ids,
     pair_tables,
     part,
     rerank_block,
@@ -78,11 +78,11 @@ def search_batch(
     blocks = np.zeros((len(tables), max(len(own) for own in tables)), np.int32)
     for b, own in enumerate(tables):
         blocks[b, : len(own)] = own
-    barred_counts = np.array([0 if e is None else e.shape[1] for e in excluded], np.int64)
-    barred = np.zeros((len(excluded), layout.kv_heads, int(barred_counts.max())), np.int32)
+    excluded_counts = np.array([0 if e is None else e.shape[1] for e in excluded], np.int64)
+    excluded_ids = np.zeros((len(excluded), layout.kv_heads, int(excluded_counts.max())), np.int32)
     for b, e in enumerate(excluded):
         if e is not None:
-            barred[b, :, : e.shape[1]] = e.numpy()
+            excluded_ids[b, :, : e.shape[1]] = e.numpy()
     products, offset, shift, most = _NONE, 0, 0, 254
     if stage1 == "product":
         offset, shift, most = product_scale(queries.shape[-1], layout.norms)
@@ -100,7 +100,7 @@ def search_batch(
         queries.contiguous().numpy(),
         np.array([s.candidates for s in sizes], np.int64), np.array([s.tier_targets for s in sizes], np.int64),
         magnitude_levels().numpy(), budget.top_k, np.float64(budget.scaling), _MODES[mode],
-        barred, barred_counts, products, offset, shift, most, added.numpy(), whole.numpy(),
+        excluded_ids, excluded_counts, products, offset, shift, most, added.numpy(), whole.numpy(),
     )  # fmt: skip
     return Selection(torch.from_numpy(ids[:, :, : max(int(found.max()), 0)]), torch.from_numpy(found))
 
@@ -134,8 +134,8 @@ def _search(
     top_k,
     scaling,
     mode,
-    barred,
-    barred_counts,
+    excluded_ids,
+    excluded_counts,
     products,
     score_offset,
     score_shift,
@@ -197,8 +197,8 @@ def _search(
                 if zero_norms[b]:
                     weights = part(codes, block, stride, starts[2], h, size, blocks * item)
                     bar_zero_norms(weights, first, left, right, coarse[b, h], histogram[b, h, :, c])
-            if barred_counts[b] > 0:
-                bar_ids(barred[b, h, : barred_counts[b]], start, end, coarse[b, h], histogram[b, h, :, c])
+            if excluded_counts[b] > 0:
+                exclude_ids(excluded_ids[b, h, : excluded_counts[b]], start, end, coarse[b, h], histogram[b, h, :, c])
 
     # Per chunk: tokens above the threshold, ties that it may take, start of its candidates.
     cut = np.empty((b_n, heads, sets), np.int64)
@@ -254,9 +254,9 @@ def _search(
         b = task // (sets * heads)
         n = wanted[b]
         softmax = mode in (_MEAN_SOFTMAX, _MAX_SOFTMAX)
-        if barred_counts[b] > 0:
+        if excluded_counts[b] > 0:
             rows = scores[b, h, :, :n] if softmax else scores[b, h, j : j + 1, :n]
-            n = drop_ids(barred[b, h, : barred_counts[b]], candidates[b, h, j, :n], rows)
+            n = drop_ids(excluded_ids[b, h, : excluded_counts[b]], candidates[b, h, j, :n], rows)
         if mode == _MEAN_SOFTMAX:
             mean_softmax(scores[b, h, :, :n], scaling)
         elif mode == _MAX_SOFTMAX:

@@ -146,9 +146,9 @@ def bar_zero_norms(weights, first, start, end, coarse, histogram):
 
 
 @njit(cache=True)
-def bar_ids(barred, start, end, coarse, histogram):
+def exclude_ids(excluded, start, end, coarse, histogram):
     """Gives the tokens of an ascending id list coarse score 0, so that they do not become candidates."""
-    for i in barred[np.searchsorted(barred, start) : np.searchsorted(barred, end)]:
+    for i in excluded[np.searchsorted(excluded, start) : np.searchsorted(excluded, end)]:
         for j in range(coarse.shape[0]):
             histogram[j, coarse[j, i]] -= 1
             histogram[j, 0] += 1
@@ -156,13 +156,13 @@ def bar_ids(barred, start, end, coarse, histogram):
 
 
 @njit(cache=True)
-def drop_ids(barred, ids, scores):
+def drop_ids(excluded, ids, scores):
     """Removes the ids of one ascending list from another, with their columns of scores; returns how many are left."""
     left, at = 0, 0
     for i in range(ids.shape[0]):
-        while at < barred.shape[0] and barred[at] < ids[i]:
+        while at < excluded.shape[0] and excluded[at] < ids[i]:
             at += 1
-        if at == barred.shape[0] or barred[at] != ids[i]:
+        if at == excluded.shape[0] or excluded[at] != ids[i]:
             ids[left] = ids[i]
             for g in range(scores.shape[0]):
                 scores[g, left] = scores[g, i]

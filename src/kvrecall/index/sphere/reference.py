@@ -188,8 +188,8 @@ def stage_two(
         estimates = estimates + _of_tokens(shifts, codes.signs.shape[-2]).gather(-1, candidates.expand_as(estimates))
     if mode != "per_head":
         estimates = reduce_scores(estimates, mode, scaling).unsqueeze(1)
-    barred = _zero_norm(codes).expand(-1, candidates.shape[1], -1).gather(-1, candidates)
-    best = top_k_positions(estimates.masked_fill(barred, float("-inf")), top_k)
+    excluded_rows = _zero_norm(codes).expand(-1, candidates.shape[1], -1).gather(-1, candidates)
+    best = top_k_positions(estimates.masked_fill(excluded_rows, float("-inf")), top_k)
     return union_rows(candidates.gather(-1, best).to(torch.int32))
 
 

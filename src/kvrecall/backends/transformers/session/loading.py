@@ -144,8 +144,8 @@ class _Load:
             len(self._session.tables), heads.query, heads.kv, heads.dim, self._dtype, self._device, known,
             fp8_rows=cache.fp8_rows,
         )  # fmt: skip
-        near = layer.rows_on_device(cache, shape, self._session.tokens)
-        state = LayerState(number, shape, cache.method, cache.profile, cache.observe_queries, tables, near)
+        on_device = layer.rows_on_device(cache, shape, self._session.tokens)
+        state = LayerState(number, shape, cache.method, cache.profile, cache.observe_queries, tables, on_device)
         archive_layer(state, reader)
         self._check_lengths(state)
         for name in self._session.layers[str(number)].blocks.keys() - reader.notes.memories.keys():

@@ -217,12 +217,12 @@ def half(b_pair, WHICH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["START", "PAIRS", "TABLE"])
 def binary_kernel(
-    p_signs, p_norms, p_weights, p_table, p_zeros, p_barred, p_rotated, p_shifts, p_sums, p_plan, p_fire, p_scores, p_reach,
+    p_signs, p_norms, p_weights, p_table, p_zeros, p_excluded, p_rotated, p_shifts, p_sums, p_plan, p_fire, p_scores, p_reach,
     p_total, scale, units, HEADS, START, PAIRS, CAPACITY, TILES, SPANS, OWN_HEADS, TABLE, BYTES, BLOCK: tl.constexpr,
     D: tl.constexpr, S: tl.constexpr, READ: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr,
-    TILE: tl.constexpr, SUB: tl.constexpr, HAS_BARRED: tl.constexpr, FIELDS: tl.constexpr, BINS: tl.constexpr,
+    TILE: tl.constexpr, SUB: tl.constexpr, HAS_EXCLUDED: tl.constexpr, FIELDS: tl.constexpr, BINS: tl.constexpr,
     OFFSET: tl.constexpr, SHIFT: tl.constexpr, TOP: tl.constexpr, NORMS: tl.constexpr, UNIT: tl.constexpr, PEAK: tl.constexpr,
-    CENTRED: tl.constexpr, SPAN: tl.constexpr, BR: tl.constexpr, BB: tl.constexpr, MOST: tl.constexpr, BARRED: tl.constexpr,
+    CENTRED: tl.constexpr, SPAN: tl.constexpr, BR: tl.constexpr, BB: tl.constexpr, MOST: tl.constexpr, SINKS: tl.constexpr,
     SEQUENCES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Part (SUB tiles of TILE tokens, sequence and KV head), for WARPS warps, a multiple of four. Inputs, outputs and
@@ -314,14 +314,14 @@ def binary_kernel(
                 b_pair = best_of_four(b_pairs[0], b_pairs[1], b_pairs[2], b_pairs[3], b_lane)
                 # Keys 16 t + g of the chunk, and eight further on. Neighbours exchange one, so that each writes two in a row.
                 o_low = o_token + 16 * o_word + o_key
-                m_low, m_high = (o_low >= BARRED) & (o_low < tokens), (o_low + 8 >= BARRED) & (o_low + 8 < tokens)
+                m_low, m_high = (o_low >= SINKS) & (o_low < tokens), (o_low + 8 >= SINKS) & (o_low + 8 < tokens)
                 b_lower = tl.where(m_low, tl.minimum(half(b_pair, 0), TOP) + 2, 0)
                 b_upper = tl.where(m_high, tl.minimum(half(b_pair, 1), TOP) + 2, 0)
                 b_other = exchanged(tl.where(b_odd == 0, b_upper, b_lower), 4)
                 b_two = tl.where(b_odd == 0, b_lower | (b_other << 8), b_other | (b_upper << 8))
                 o_two = o_token + 16 * o_word + 8 * b_odd + (o_key & 6)
                 tl.store(p_pair + o_two // 2, b_two.to(tl.uint16), mask=o_two // 16 < tl.cdiv(tokens, 16))
-                if not HAS_BARRED:
+                if not HAS_EXCLUDED:
                     if BINS == 32:
                         b_count += equal(b_lower, b_masks) + equal(b_upper, b_masks)
                     else:
@@ -329,9 +329,9 @@ def binary_kernel(
                         b_count += b_a[0] + b_b[0]
                         b_count_64 += b_a[1] + b_b[1]
                 b_words, b_codes = b_next, b_next_codes
-            if HAS_BARRED or tl.load(p_zeros + i_bh) != 0:
-                tally(p_score, p_weights, p_own, p_zeros + i_bh, p_barred, p_reach, p_total, first, tokens, i_bh, i_h, i_tile,
-                      CAPACITY, TILES, TABLE, BYTES, BLOCK, S, TILE, SUB, HAS_BARRED, BINS, BARRED)  # fmt: skip
+            if HAS_EXCLUDED or tl.load(p_zeros + i_bh) != 0:
+                tally(p_score, p_weights, p_own, p_zeros + i_bh, p_excluded, p_reach, p_total, first, tokens, i_bh, i_h, i_tile,
+                      CAPACITY, TILES, TABLE, BYTES, BLOCK, S, TILE, SUB, HAS_EXCLUDED, BINS, SINKS)  # fmt: skip
             else:
                 o_bin = tl.arange(0, 32)
                 if BINS == 64:

@@ -77,20 +77,20 @@ _WHOLE, _WHOLE_BITS = tl.constexpr(1.5 * 2**23), tl.constexpr(0x4B400000)
 
 @triton.jit(do_not_specialize=["START", "PAIRS", "TABLE"])
 def product_kernel(
-    p_signs, p_norms, p_weights, p_table, p_zeros, p_barred, p_rotated, p_shifts, p_sums, p_plan, p_fire, p_scores, p_reach,
+    p_signs, p_norms, p_weights, p_table, p_zeros, p_excluded, p_rotated, p_shifts, p_sums, p_plan, p_fire, p_scores, p_reach,
     p_total, scale, units, HEADS, START, PAIRS, CAPACITY, TILES, SPANS, OWN_HEADS, TABLE, BYTES, BLOCK: tl.constexpr,
     D: tl.constexpr, S: tl.constexpr, BS: tl.constexpr, LANES: tl.constexpr, BL: tl.constexpr, T: tl.constexpr,
-    SUB: tl.constexpr, STAGES: tl.constexpr, TALLY: tl.constexpr, HAS_BARRED: tl.constexpr, FIELDS: tl.constexpr,
+    SUB: tl.constexpr, STAGES: tl.constexpr, TALLY: tl.constexpr, HAS_EXCLUDED: tl.constexpr, FIELDS: tl.constexpr,
     BINS: tl.constexpr, OFFSET: tl.constexpr, SHIFT: tl.constexpr, TOP: tl.constexpr, NATIVE: tl.constexpr, NORMS: tl.constexpr,
     UNIT: tl.constexpr, PEAK: tl.constexpr, CENTRED: tl.constexpr, SPAN: tl.constexpr, BR: tl.constexpr, BB: tl.constexpr,
-    MOST: tl.constexpr, BARRED: tl.constexpr, SEQUENCES: tl.constexpr, PDL: tl.constexpr,
+    MOST: tl.constexpr, SINKS: tl.constexpr, SEQUENCES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Part (tile of SUB x T tokens, sequence and KV head). BS, BL: S and LANES, padded. TALLY: tokens counted at once.
 
     scale: length of a rotated query `[BH, LANES, D]` in integers, which are clamped to PEAK. NORMS: multiplies products by
     the keys' norms, small floats in units of 2^-UNIT. CENTRED: adds <q, c> of each SPAN tokens, the shifts fp32
     `[BH, LANES, SPANS]` minus their mean, clamped to MOST, in units of products (units: of a query of length 1). `sums` has
-    sums of BR shifts each, at most BB. SPAN divides T. BLOCK, BYTES, OWN_HEADS, table, zeros, BARRED: as in
+    sums of BR shifts each, at most BB. SPAN divides T. BLOCK, BYTES, OWN_HEADS, table, zeros, SINKS: as in
     `collision_kernel`.
     """
     b_parts, b_until = parts(p_plan, START, PAIRS, HEADS, FIELDS, SUB * T, SEQUENCES)
@@ -178,8 +178,8 @@ def product_kernel(
                     if NORMS:
                         b_best = (((b_best - OFFSET) * (16 + (b_code & 15)) << (b_code >> 4)) >> UNIT) + OFFSET
                     b_score = tl.minimum(tl.maximum(b_best >> SHIFT, 0), TOP) + 2
-                write_scores(p_score, b_score, o_t, tokens, BARRED)
-            tally(p_score, p_weights, p_own, p_zeros + i_bh, p_barred, p_reach, p_total, first, tokens, i_bh, i_h, i_tile,
-                  CAPACITY, TILES, TABLE, BYTES, BLOCK, S, TALLY, SUB * T // TALLY, HAS_BARRED, BINS, BARRED)  # fmt: skip
+                write_scores(p_score, b_score, o_t, tokens, SINKS)
+            tally(p_score, p_weights, p_own, p_zeros + i_bh, p_excluded, p_reach, p_total, first, tokens, i_bh, i_h, i_tile,
+                  CAPACITY, TILES, TABLE, BYTES, BLOCK, S, TALLY, SUB * T // TALLY, HAS_EXCLUDED, BINS, SINKS)  # fmt: skip
     begin(PDL)  # programs without a part, too: this launch must end after the one before it
     end(PDL)

@@ -34,16 +34,16 @@ def read_scores(p_score, o_t, tokens):
 
 
 @triton.jit
-def write_scores(p_score, b_score, o_t, tokens, BARRED: tl.constexpr):
-    """Writes scores of tokens `o_t`; 0 for the first BARRED tokens and up to the end of the last sixteen."""
-    m_found = (o_t >= BARRED) & (o_t < tokens)
+def write_scores(p_score, b_score, o_t, tokens, SINKS: tl.constexpr):
+    """Writes scores of tokens `o_t`; 0 for the first SINKS tokens and up to the end of the last sixteen."""
+    m_found = (o_t >= SINKS) & (o_t < tokens)
     tl.store(p_score + o_t, tl.where(m_found, b_score, 0).to(tl.uint8), mask=o_t // 16 < tl.cdiv(tokens, 16))
 
 
 @triton.jit
 def lower_zero_norms(
     p_score, p_weights, p_table, i_first, tokens, i_h, TABLE, BYTES,
-    BLOCK: tl.constexpr, S: tl.constexpr, T: tl.constexpr, SUB: tl.constexpr, BARRED: tl.constexpr,
+    BLOCK: tl.constexpr, S: tl.constexpr, T: tl.constexpr, SUB: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Gives score 1 to keys of zero norm; arguments as in `tally`. Rarely needed, so written for few registers, not for
     speed."""
@@ -56,17 +56,17 @@ def lower_zero_norms(
         b_norm = tl.zeros([PIECE], tl.float32)
         for s in range(S):
             b_norm += tl.load(p_weight + s, mask=m_t, other=1.0).to(tl.float32)
-        tl.store(p_score + start + o_in, tl.full([PIECE], 1, tl.uint8), mask=m_t & (b_norm == 0.0) & (start + o_in >= BARRED))
+        tl.store(p_score + start + o_in, tl.full([PIECE], 1, tl.uint8), mask=m_t & (b_norm == 0.0) & (start + o_in >= SINKS))
     tl.debug_barrier()
 
 
 @triton.jit
 def tally(
-    p_score, p_weights, p_table, p_zero_norm, p_barred, p_reach, p_total, i_first, tokens, i_bh, i_h, i_tile, CAPACITY, TILES,
-    TABLE, BYTES, BLOCK: tl.constexpr, S: tl.constexpr, T: tl.constexpr, SUB: tl.constexpr, HAS_BARRED: tl.constexpr,
-    BINS: tl.constexpr, BARRED: tl.constexpr,
+    p_score, p_weights, p_table, p_zero_norm, p_excluded, p_reach, p_total, i_first, tokens, i_bh, i_h, i_tile, CAPACITY, TILES,
+    TABLE, BYTES, BLOCK: tl.constexpr, S: tl.constexpr, T: tl.constexpr, SUB: tl.constexpr, HAS_EXCLUDED: tl.constexpr,
+    BINS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Sets the scores of keys of zero norm and of barred keys, and counts the scores that this program has written.
+    """Sets the scores of keys of zero norm and of excluded keys, and counts the scores that this program has written.
 
     zero_norm: not 0 if the head has a key of zero norm. weights: of head i_h in blocks with stride BYTES in bytes. table: the
     sequence's blocks, at most TABLE.
@@ -74,15 +74,15 @@ def tally(
     """
     tl.debug_barrier()
     if tl.load(p_zero_norm) != 0:
-        lower_zero_norms(p_score, p_weights, p_table, i_first, tokens, i_h, TABLE, BYTES, BLOCK, S, T, SUB, BARRED)
+        lower_zero_norms(p_score, p_weights, p_table, i_first, tokens, i_h, TABLE, BYTES, BLOCK, S, T, SUB, SINKS)
     o_row = i_bh.to(tl.int64) * CAPACITY
     b_counts = tl.zeros([BINS], tl.int32)
     for i_sub in range(SUB):
         o_t = i_first + i_sub * T + tl.arange(0, T)
         m_t = o_t < tokens
         b_score = read_scores(p_score, o_t, tokens)
-        if HAS_BARRED:
-            b_score = tl.where(tl.load(p_barred + o_row + o_t, mask=m_t, other=1) != 0, 0, b_score)
+        if HAS_EXCLUDED:
+            b_score = tl.where(tl.load(p_excluded + o_row + o_t, mask=m_t, other=1) != 0, 0, b_score)
             tl.store(p_score + o_t, b_score.to(tl.uint8), mask=m_t)
         b_counts += tl.histogram(b_score, BINS)
     b_reach = tl.sum(b_counts, 0) - tl.cumsum(b_counts, 0) + b_counts
@@ -93,16 +93,16 @@ def tally(
 
 @triton.jit(do_not_specialize=["START", "PAIRS", "TABLE"])
 def collision_kernel(
-    p_signs, p_weights, p_table, p_zeros, p_barred, p_tables, p_plan, p_fire, p_scores, p_reach, p_total, HEADS, START, PAIRS,
+    p_signs, p_weights, p_table, p_zeros, p_excluded, p_tables, p_plan, p_fire, p_scores, p_reach, p_total, HEADS, START, PAIRS,
     CAPACITY, TILES, OWN_HEADS, TABLE, BYTES, BLOCK: tl.constexpr, S: tl.constexpr, READ: tl.constexpr, NW: tl.constexpr,
-    BW: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr, T: tl.constexpr, SUB: tl.constexpr, HAS_BARRED: tl.constexpr,
-    FIELDS: tl.constexpr, BINS: tl.constexpr, BARRED: tl.constexpr, SEQUENCES: tl.constexpr, PDL: tl.constexpr,
+    BW: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr, T: tl.constexpr, SUB: tl.constexpr, HAS_EXCLUDED: tl.constexpr,
+    FIELDS: tl.constexpr, BINS: tl.constexpr, SINKS: tl.constexpr, SEQUENCES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Part (tile of SUB x T tokens, sequence and KV head): scores by table look-ups. Sign bytes are read READ at a time.
 
     table int32 `[b, TABLE]`: the blocks of each sequence, see `kernels/blocks.py`; blocks have OWN_HEADS KV heads and stride
     BYTES in bytes. HEADS is smaller if each KV head is searched as a sequence of its own. zeros int32 `[bh]`: not 0 for heads
-    that may have a key of zero norm; nothing writes it during the scan. BARRED: the first BARRED tokens of each sequence are
+    that may have a key of zero norm; nothing writes it during the scan. SINKS: the first SINKS tokens of each sequence are
     not found.
     """
     b_parts, b_until = parts(p_plan, START, PAIRS, HEADS, FIELDS, SUB * T, SEQUENCES)
@@ -137,8 +137,8 @@ def collision_kernel(
                     for lane in tl.static_range(4):
                         if w * 4 + lane < LANES:
                             b_score = tl.maximum(b_score, (b_lanes >> (8 * lane)) & 255)
-                write_scores(p_score, b_score + 2, start + o_in, tokens, BARRED)
-            tally(p_score, p_weights, p_own, p_zeros + i_bh, p_barred, p_reach, p_total, i_first, tokens, i_bh, i_h,
-                  i_tile, CAPACITY, TILES, TABLE, BYTES, BLOCK, S, T, SUB, HAS_BARRED, BINS, BARRED)  # fmt: skip
+                write_scores(p_score, b_score + 2, start + o_in, tokens, SINKS)
+            tally(p_score, p_weights, p_own, p_zeros + i_bh, p_excluded, p_reach, p_total, i_first, tokens, i_bh, i_h,
+                  i_tile, CAPACITY, TILES, TABLE, BYTES, BLOCK, S, T, SUB, HAS_EXCLUDED, BINS, SINKS)  # fmt: skip
     begin(PDL)  # programs without a part, too: this launch must end after the one before it
     end(PDL)

@@ -87,15 +87,15 @@ class Tables:
 
     codes: of all blocks, `[blocks, H_kv, block_size, ·]`, with equal strides between blocks (`CodePages`). blocks:
     int32 `[B, W]`, contiguous, the blocks of each sequence. counts int32 `[B, H_kv, S, 256]`. zero_norms int32 `[B, H_kv]`,
-    contiguous in heads, not 0 if some key has norm zero. barred uint8 `[B, H_kv, tokens of the search]`, not 0 for tokens that
-    must not be found, or None.
+    contiguous in heads, not 0 if some key has norm zero. excluded uint8 `[B, H_kv, tokens of the search]`, not 0 for tokens
+    that must not be found, or None.
     """
 
     codes: Codes
     blocks: Tensor
     counts: Tensor
     zero_norms: Tensor
-    barred: Tensor | None = None
+    excluded: Tensor | None = None
 
     @property
     def block_size(self) -> int:
@@ -121,11 +121,11 @@ class GpuSearch:
 
     def __init__(
         self, sequences: int, heads: int, group: int, dim: int, mode: str, stage1: str, top_k: int, tokens: int,
-        candidates: int, maps: Maps, stride: int = FIELDS, norms: bool = False, barred: int = 0,
+        candidates: int, maps: Maps, stride: int = FIELDS, norms: bool = False, sinks: int = 0,
     ) -> None:  # fmt: skip
-        """stride: numbers per row of the plans; the search uses the first FIELDS. norms: whether tables have norms. barred: how
+        """stride: numbers per row of the plans; the search uses the first FIELDS. norms: whether tables have norms. sinks: how
         many first tokens of each sequence are never found."""
-        device, self._stride, self._barred = maps.rotation.device, stride, barred
+        device, self._stride, self._sinks = maps.rotation.device, stride, sinks
         self.mode, self.stage1, self.top_k, self.tokens, self.candidates = mode, stage1, top_k, tokens, candidates
         self._heads, self._group, self._dim, self._maps = heads, group, dim, maps
         self._lanes = 1 if mode == "mean_q" else group
@@ -251,7 +251,7 @@ class GpuSearch:
         """Computes the scores of all tokens and their histogram. among: as in `launch`."""
         pairs, (tile, each, tiles) = pairs or self.pairs, self._tiling(among or len(self.pairs))
         codes, width, size = tables.codes, self._blocks, tables.block_size
-        barred = codes.signs if tables.barred is None else tables.barred
+        excluded = codes.signs if tables.excluded is None else tables.excluded
         written = plan, fire, self._scores, self._reach, self._total
         sizes, places = (self._heads, pairs.start, len(pairs), self.tokens, tiles), tables.places
         grid, sequences = self._walk(tiles, pairs)
@@ -261,13 +261,13 @@ class GpuSearch:
             offset, shift, top = self._scale
             binary_kernel[grid](
                 signs, codes.signs if codes.norms is None else codes.norms, codes.weights, tables.blocks, self._zeros,
-                barred, self._rotated, self._shifts, self._sums, *written, PRODUCT_RMS * self._dim**0.5,
+                excluded, self._rotated, self._shifts, self._sums, *written, PRODUCT_RMS * self._dim**0.5,
                 float(PRODUCT_RMS * self._dim), *sizes, self._spans, *places,
                 BLOCK=size, D=self._dim, S=width, READ=read, STEPS=cdiv(self._dim, 128), LANES=self._lanes,
-                WARPS=_BINARY_WARPS, TILE=tile, SUB=each, HAS_BARRED=tables.barred is not None,
+                WARPS=_BINARY_WARPS, TILE=tile, SUB=each, HAS_EXCLUDED=tables.excluded is not None,
                 FIELDS=self._stride, BINS=self._bins, OFFSET=offset, SHIFT=shift, TOP=top, NORMS=codes.norms is not None,
                 UNIT=UNIT, PEAK=PRODUCT_PEAK, CENTRED=self._centred, SPAN=SPAN, BR=self._block,
-                BB=next_power_of_2(self._sums.shape[2]), MOST=MOST_SHIFT, BARRED=self._barred, SEQUENCES=sequences,
+                BB=next_power_of_2(self._sums.shape[2]), MOST=MOST_SHIFT, SINKS=self._sinks, SEQUENCES=sequences,
                 num_warps=_BINARY_WARPS, **self._options,
             )  # fmt: skip
             return
@@ -278,25 +278,25 @@ class GpuSearch:
             offset, shift, top = self._scale
             product_kernel[grid](
                 codes.signs, codes.signs if codes.norms is None else codes.norms, codes.weights, tables.blocks,
-                self._zeros, barred, self._rotated, self._shifts, self._sums, *written,
+                self._zeros, excluded, self._rotated, self._shifts, self._sums, *written,
                 PRODUCT_RMS * self._dim**0.5, float(PRODUCT_RMS * self._dim), *sizes, self._spans, *places,
                 BLOCK=size, D=self._dim, S=width, BS=padded, LANES=self._lanes,
                 BL=next_power_of_2(max(self._lanes, padded // 4)), T=_DOT_TOKENS, STAGES=_DOT_STAGES,
-                SUB=each * tile // _DOT_TOKENS, TALLY=tile, HAS_BARRED=tables.barred is not None,
+                SUB=each * tile // _DOT_TOKENS, TALLY=tile, HAS_EXCLUDED=tables.excluded is not None,
                 FIELDS=self._stride, BINS=self._bins, OFFSET=offset, SHIFT=shift, TOP=top,
                 NATIVE=not INTERPRETED, NORMS=codes.norms is not None, UNIT=UNIT, PEAK=PRODUCT_PEAK,
                 CENTRED=self._centred, SPAN=SPAN, BR=self._block, BB=next_power_of_2(self._sums.shape[2]),
-                MOST=MOST_SHIFT, BARRED=self._barred, SEQUENCES=sequences, num_warps=warps, **self._options,
+                MOST=MOST_SHIFT, SINKS=self._sinks, SEQUENCES=sequences, num_warps=warps, **self._options,
             )  # fmt: skip
             return
         read = 4 if width % 4 == 0 else 1
         words = width // read
         collision_kernel[grid](
             codes.signs.view(torch.int32) if read == 4 else codes.signs, codes.weights, tables.blocks, self._zeros,
-            barred, self._tables, *written, *sizes, *places,
+            excluded, self._tables, *written, *sizes, *places,
             BLOCK=size, S=width, READ=read, NW=words, BW=next_power_of_2(words), WORDS=self._words, LANES=self._lanes,
-            T=tile, SUB=each, HAS_BARRED=tables.barred is not None, FIELDS=self._stride, BINS=self._bins,
-            BARRED=self._barred, SEQUENCES=sequences, num_warps=4, **self._options,
+            T=tile, SUB=each, HAS_EXCLUDED=tables.excluded is not None, FIELDS=self._stride, BINS=self._bins,
+            SINKS=self._sinks, SEQUENCES=sequences, num_warps=4, **self._options,
         )  # fmt: skip
 
     def compact(self, tables: Tables, plan: Tensor, fire: Tensor, pairs: range | None = None, among: int | None = None) -> None:

@@ -103,10 +103,7 @@ def rotate_kernel(p_queries, p_maps, p_means, p_cos, p_sin, p_plan, p_fire, p_ro
     a sequence.
     """
     i_bh, i_p = START + tl.program_id(0), tl.program_id(1)
-    tokens = tl.load(p_plan + i_bh // HEADS * FIELDS)
-    if tokens == 0:
-        begin(PDL)
-    elif i_p < PIECES:
+    if i_p < PIECES:
         i_h = (i_bh % MAPS).to(tl.int64)
         o_d, o_r = tl.arange(0, BD), i_p * ROWS + tl.arange(0, ROWS)
         m_d = o_d < D
@@ -124,7 +121,7 @@ def rotate_kernel(p_queries, p_maps, p_means, p_cos, p_sin, p_plan, p_fire, p_ro
     else:
         begin(PDL)
         i_turn = tl.program_id(0) % TOGETHER
-        spans = tl.cdiv(tokens, SPAN)
+        spans = tl.cdiv(tl.load(p_plan + i_bh // HEADS * FIELDS), SPAN)
         if tl.load(p_fire + i_bh // HEADS) != 0:
             for i_block in range((i_p - PIECES) * TOGETHER + i_turn, tl.cdiv(spans, BR),
                                  (tl.num_programs(1) - PIECES) * TOGETHER):  # fmt: skip
