@@ -96,9 +96,7 @@ class Device:
         if recorded:
             out = self._replay(q, k, v, asked, window)
         else:
-            self.layer.store(k, v, asked, window)
-            self.layer.prompts(q, k, v, asked, out)
-            self.layer.decode(q, k, v, asked, window, out)
+            self.layer.forward(q, k, v, asked, window, out)
         return {name: out[begins[i] : begins[i + 1]].cpu() for i, name in enumerate(new)}
 
     def _replay(self, q: Tensor, k: Tensor, v: Tensor, asked: Pass, window: Window) -> Tensor:

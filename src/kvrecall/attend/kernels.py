@@ -55,6 +55,28 @@ def attend_block(p_queries, p_out, p_lse, o_part, b_k, b_v, m_r, scaling, softca
 
 
 @triton.jit
+def add_tile(b_logit, b_v, b_peak, b_total, b_sum):
+    """Adds a tile of logits `[BG, R]`, -inf where there is no row, and values `[R, BD]` to an attention tile by tile: largest
+    logit, sum of weights and sum of weighted values `[BG, BD]` so far, fp32. Weights are rounded as in `attend_block`."""
+    b_higher = tl.maximum(b_peak, tl.max(b_logit, 1))
+    b_base = tl.where(b_higher == float("-inf"), 0.0, b_higher)
+    b_p, b_scale = tl.exp(b_logit - b_base[:, None]), tl.exp(b_peak - b_base)
+    b_sum = b_sum * b_scale[:, None] + tl.dot(b_p.to(b_v.dtype), b_v, input_precision="ieee")
+    return b_higher, b_total * b_scale + tl.sum(b_p, 1), b_sum
+
+
+@triton.jit
+def store_part(p_out, p_lse, o_part, b_peak, b_total, b_sum, D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, PARTS):
+    """Stores what `add_tile` has added up as part o_part of out `[G, PARTS, D]` and lse `[G, PARTS]`."""
+    o_g, o_d = tl.arange(0, b_sum.shape[0]), tl.arange(0, BD)
+    b_out = b_sum / tl.where(b_total > 0, b_total, 1.0)[:, None]
+    m_out = (o_g < G)[:, None] & (o_d < D)[None, :]
+    tl.store(p_out + (o_g[:, None] * PARTS + o_part) * D + o_d[None, :], b_out, mask=m_out)
+    b_base = tl.where(b_peak == float("-inf"), 0.0, b_peak)
+    tl.store(p_lse + o_g * PARTS + o_part, b_base + tl.log(b_total), mask=o_g < G)
+
+
+@triton.jit
 def empty_part(p_lse, o_part, G: tl.constexpr, PARTS):
     """Part o_part of lse `[G, PARTS]` has no rows; a merge does not read its numbers."""
     o_g = tl.arange(0, triton.next_power_of_2(G))

@@ -328,12 +328,10 @@ class DeviceLayer:
             BD=next_power_of_2(shape.head_dim), T=_STORED, num_warps=4,
         )  # fmt: skip
         for chunk in batch.chunks:
-            # Its last tokens may have been decoded, because a pass had room for few of them.
-            begun = chunk.past - min((chunk.past + self._phase) % self._every, chunk.past % self._host.block_size)
-            if begun < chunk.past:
+            if chunk.past:  # its last tokens may have been decoded, because a pass had room for few of them
                 run_kernel[(shape.kv_heads,)](
-                    self._host.rows, batch.blocks[chunk.row], window.rows, window.blocks[chunk.row], begun, chunk.past,
-                    shape.kv_heads, *window.places, BLOCK=self._host.block_size, D=shape.head_dim,
+                    self._host.rows, batch.blocks[chunk.row], window.rows, window.blocks[chunk.row], chunk.past,
+                    shape.kv_heads, self._every, self._phase, *window.places, BLOCK=self._host.block_size, D=shape.head_dim,
                     BD=next_power_of_2(shape.head_dim), W=_STORED, num_warps=4,
                 )  # fmt: skip
             own = keys[chunk.tokens].transpose(0, 1)

@@ -9,7 +9,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvrecall.attend.kernels import attend_block, empty_part, flag_odd, readers_first, selected_rows, store_new
+from kvrecall.attend.kernels import (
+    add_tile,
+    attend_block,
+    empty_part,
+    flag_odd,
+    readers_first,
+    selected_rows,
+    store_new,
+    store_part,
+)
 from kvrecall.core.triton import begin, capped, end, row_offset
 from kvrecall.index.sphere.kernels.blocks import numbers_of
 from kvrecall.index.sphere.kernels.encode import encode_one, measure_one
@@ -185,17 +194,11 @@ def take_mean(
 
 @triton.jit
 def attend_more(b_q, b_k, b_v, m_r, b_peak, b_total, b_sum, scaling, softcap, CAP: tl.constexpr):
-    """Adds rows b_k, b_v `[R, BD]` to an attention of queries `[BG, BD]`: largest logit, sum of weights and of weighted values
-    so far. As `attend.kernels.attend_block`, tile by tile."""
+    """Adds rows b_k, b_v `[R, BD]` to an attention of queries `[BG, BD]`, see `add_tile`."""
     b_logit = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scaling  # [BG, R]
     if CAP:
         b_logit = capped(b_logit, softcap)
-    b_logit = tl.where(m_r[None, :], b_logit, float("-inf"))
-    b_higher = tl.maximum(b_peak, tl.max(b_logit, 1))
-    b_base = tl.where(b_higher == float("-inf"), 0.0, b_higher)
-    b_p, b_scale = tl.exp(b_logit - b_base[:, None]), tl.exp(b_peak - b_base)
-    b_sum = b_sum * b_scale[:, None] + tl.dot(b_p.to(b_v.dtype), b_v, input_precision="ieee")
-    return b_higher, b_total * b_scale + tl.sum(b_p, 1), b_sum
+    return add_tile(tl.where(m_r[None, :], b_logit, float("-inf")), b_v, b_peak, b_total, b_sum)
 
 
 @triton.jit(do_not_specialize=["WINDOW_TABLE", "SHARES", "FIRST", "PARTS"])
@@ -252,10 +255,7 @@ def window_kernel(
             b_k = tl.where(m_now, tl.load(p_keys + (o_new * K_TOKEN)[:, None] + o_own, mask=m_now, other=0.0), b_k)
             b_v = tl.where(m_now, tl.load(p_values + (o_new * V_TOKEN)[:, None] + o_own, mask=m_now, other=0.0), b_v)
             b_peak, b_total, b_sum = attend_more(b_q, b_k, b_v, m_r, b_peak, b_total, b_sum, scaling, softcap, CAP)
-        p_part = p_out + o_part * D + (FIRST + i_share) * D + o_g[:, None] * PARTS * D + o_d[None, :]
-        tl.store(p_part, b_sum / tl.where(b_total > 0, b_total, 1.0)[:, None], mask=m_q)
-        b_base = tl.where(b_peak == float("-inf"), 0.0, b_peak)
-        tl.store(p_lse + o_part + o_g * PARTS + FIRST + i_share, b_base + tl.log(b_total), mask=o_g < G)
+        store_part(p_out + o_part * D, p_lse + o_part, FIRST + i_share, b_peak, b_total, b_sum, D, BD, G, PARTS)
         if stop == length:
             p_here = p_window + window_place(p_recent, newest, i_kv, length > 0, PAGE, W_BLOCK, W_HEAD, W_TOKEN)
             p_key, p_value = p_keys + i_b.to(tl.int64) * K_TOKEN, p_values + i_b.to(tl.int64) * V_TOKEN
@@ -403,14 +403,15 @@ def paged_step_kernel(
     end(PDL)
 
 
-@triton.jit(do_not_specialize=["p_table", "p_recent", "start", "stop"])
+@triton.jit(do_not_specialize=["p_table", "p_recent", "past", "PHASE"])
 def run_kernel(
-    p_pool, p_table, p_window, p_recent, start, stop, HEADS, PAGE, W_BLOCK, W_HEAD, W_TOKEN,
+    p_pool, p_table, p_window, p_recent, past, HEADS, EVERY, PHASE, PAGE, W_BLOCK, W_HEAD, W_TOKEN,
     BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Program (KV head): copies positions start .. stop - 1 of a sequence, all in one block, from the window's pages to the
-    host. table, recent: its blocks; the rest as in `paged_step_kernel`."""
-    store_run(p_window, p_window, start, stop, stop, p_pool, p_table, p_window, p_recent, tl.program_id(0), 0, 0, HEADS, PAGE,
+    """Program (KV head): copies the run that `past` tokens of a sequence have begun from the window's pages to the host. table,
+    recent: its blocks; the rest as in `paged_step_kernel`."""
+    start = run_start(past, PHASE, EVERY, BLOCK)
+    store_run(p_window, p_window, start, past, past, p_pool, p_table, p_window, p_recent, tl.program_id(0), 0, 0, HEADS, PAGE,
               W_BLOCK, W_HEAD, W_TOKEN, BLOCK, D, BD, W)  # fmt: skip
 
 

@@ -80,6 +80,10 @@ def served() -> list[str]:
     return found
 
 
+def _served() -> str:
+    return f"Served are {', '.join(served())}."
+
+
 def least_block(means: PageMeans | None) -> int:
     """Tokens of the smallest block whose page can hold summaries and these means."""
     return LEAST_BLOCK if means is None else max(LEAST_BLOCK, means.page_tokens)
@@ -96,7 +100,7 @@ def spelled(method: str) -> dict[str, Any]:
     # What is recommended there has no update_interval: every key is summarised when it comes.
     spec = parse(DEFAULT if method == RECOMMENDED_NAME else method)
     if spec.is_file:
-        raise ParameterError("method", "a name and settings under vLLM, no file", method, f"Served are {', '.join(served())}.")
+        raise ParameterError("method", "a name and settings under vLLM, no file", method, _served())
     return {"method": spec.name, **spec.settings, **({} if spec.budget is None else {"top_k": spec.budget})}
 
 
@@ -125,7 +129,7 @@ class Settings:
                 "vLLM with residency=device and host_memory", "no rows lie in host memory", "Leave host_memory out."
             )
         if not isinstance(name, str):
-            raise ParameterError("method", "a method as text", name, f"Served are {', '.join(served())}.")
+            raise ParameterError("method", "a method as text", name, _served())
         told = spelled(name)
         name = told.pop("method")
         if twice := sorted(told.keys() & params.keys()):
@@ -139,13 +143,11 @@ class Settings:
                 raise CompositionError(f"vLLM with {key}={params[key]!r}", why, "Leave it out.")
             if key not in known:
                 raise UnknownNameError(f"setting of {name}", key, [*known, "method", "host_memory", "residency"])
-        if why := why_unserved(get(name)):
-            raise CompositionError(f"vLLM with method={name}", why, f"Served are {', '.join(served())}.")
         estimate = {"rest": PageMeans.name} if name == DEFAULT else {}
         method = from_settings(name, {"local_tokens": LOCAL_TOKENS, **estimate, **params})
         index = method.index_config()
         if why := why_unserved(method) or (index.why_unpaged() if index is not None else ""):
-            raise CompositionError(f"vLLM with method={name}", why, f"Served are {', '.join(served())}.")
+            raise CompositionError(f"vLLM with method={name}", why, _served())
         if method.local_tokens < 1:
             raise ParameterError("local_tokens", "an integer > 0", method.local_tokens, "Every token attends to itself.")
         means = method.rest_config()

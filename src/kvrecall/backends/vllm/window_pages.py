@@ -2,8 +2,8 @@
 
 A sequence has only the pages of its last tokens, also while a long prompt is read; until the end of a run they are the only
 place of its newest rows. If it begins behind cached blocks, whose rows are all in host memory, its window is restored from them
-(`refill.py`), so pages need not be cached. So
-windows take a few blocks per sequence, only blocks of summaries decide about prefixes, and pages evict no cached block.
+(`refill.py`), so pages need not be cached. So windows take a few blocks per sequence, only blocks of summaries decide about
+prefixes, and pages evict no cached block.
 """
 
 # Only imported where vLLM is installed.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvrecall.attend.kernels import empty_part
+from kvrecall.attend.kernels import add_tile, empty_part, store_part
 from kvrecall.core.launch import next_power_of_2
 from kvrecall.core.triton import begin, capped, end
 
@@ -50,9 +50,8 @@ def attend_pages(
 
     means: this head's, in the cache's dtype, in blocks of BLOCK tokens that are NUMBERS elements apart; see
     `index.table.RowLayout`. table: the sequence's blocks; the first `pages` pages are valid. A page of PAGE tokens counts with
-    log m on its logit, where m tokens are neither among the first SINKS tokens nor in ids `[K]`. Softmax and sums are those of
-    `attend.kernels.attend_block`, tile by tile. While a tile is attended to, the rows of the next one are read, and the blocks
-    of the one after it are looked up.
+    log m on its logit, where m tokens are neither among the first SINKS tokens nor in ids `[K]`. While a tile is attended to,
+    the rows of the next one are read, and the blocks of the one after it are looked up.
     """
     BG: tl.constexpr = max(16, triton.next_power_of_2(G))
     STEP = SHARES * W
@@ -80,17 +79,9 @@ def attend_pages(
         if CAP:
             b_logit = capped(b_logit, softcap)
         b_logit = tl.where(m_p[None, :], b_logit + tl.log(tl.where(m_p, b_left, 1).to(tl.float32))[None, :], float("-inf"))
-        b_higher = tl.maximum(b_peak, tl.max(b_logit, 1))
-        b_base = tl.where(b_higher == float("-inf"), 0.0, b_higher)
-        b_p, b_scale = tl.exp(b_logit - b_base[:, None]), tl.exp(b_peak - b_base)
-        b_total = b_total * b_scale + tl.sum(b_p, 1)
-        b_sum = b_sum * b_scale[:, None] + tl.dot(b_p.to(b_v.dtype), b_v, input_precision="ieee")
-        b_peak = b_higher
+        b_peak, b_total, b_sum = add_tile(b_logit, b_v, b_peak, b_total, b_sum)
         b_k, b_v, o_p, first = b_k_next, b_v_next, o_p + STEP, first + STEP
-    b_out = b_sum / tl.where(b_total > 0, b_total, 1.0)[:, None]
-    tl.store(p_out + (o_g[:, None] * PARTS + o_part) * D + o_d[None, :], b_out, mask=m_q)
-    b_base = tl.where(b_peak == float("-inf"), 0.0, b_peak)
-    tl.store(p_lse + o_g * PARTS + o_part, b_base + tl.log(b_total), mask=o_g < G)
+    store_part(p_out, p_lse, o_part, b_peak, b_total, b_sum, D, BD, G, PARTS)
 
 
 @triton.jit(do_not_specialize=["START", "TABLE", "SHARES", "FIRST", "PARTS"])

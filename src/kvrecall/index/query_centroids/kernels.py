@@ -30,17 +30,17 @@ _KEYS = 16
 def recall(lists: CentroidLists, query: Tensor, kv_heads: int, count: int) -> Recalled:
     """As `lists.recall`, by two launches; the lists come in order of similarity. Does not synchronise."""
     (heads, dim), (centroids, length) = query.shape, lists.ids.shape[1:]
-    nearest = min(count, centroids)
+    recalled = min(count, centroids)
     assert lists.queries.is_contiguous() and lists.ids.is_contiguous()
     scores, unit, norms = (query.new_empty(heads, n, dtype=torch.float32) for n in (centroids, dim, 1))
-    picked = lists.ids.new_empty(kv_heads, nearest, length)
+    picked = lists.ids.new_empty(kv_heads, recalled, length)
     with torch.cuda.device_of(query):  # Triton launches on the current device, which may be another one
         cosine_kernel[(cdiv(centroids, _CENTROIDS), heads)](
             query.contiguous(), lists.queries, scores, unit, norms, centroids, D=dim, BD=next_power_of_2(dim), R=_CENTROIDS,
             num_warps=4,
         )  # fmt: skip
-        recall_kernel[(nearest, kv_heads)](
-            scores, lists.ids, picked, centroids, length, nearest, G=heads // kv_heads, BC=next_power_of_2(centroids), BL=_IDS,
+        recall_kernel[(recalled, kv_heads)](
+            scores, lists.ids, picked, centroids, length, recalled, G=heads // kv_heads, BC=next_power_of_2(centroids), BL=_IDS,
             num_warps=4,
         )  # fmt: skip
     return Recalled(unit, norms, picked)
