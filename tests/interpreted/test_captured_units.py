@@ -324,10 +324,10 @@ def test_tokens_are_summarised_as_they_are_stored() -> None:
     plain, other = both(kvrecall.Exact(top_k=9, **ZONES), 2, [74, 55], small=True)
     go_on(plain, other, 9, 1000)
     for b in range(2):
-        assert torch.equal(other.index.keys.gather(b), plain.index.keys.gather(b))
+        assert torch.equal(other.index.tables["keys"].gather(b), plain.index.tables["keys"].gather(b))
         assert torch.equal(other.held[b].ids, plain.held[b].ids)
         rows = [torch.cat(list(x.store.host[b].blocks()), 1) for x in (other, plain)]
-        assert torch.equal(*rows) and torch.equal(rows[0][:, :, 0], plain.index.keys.gather(b))
+        assert torch.equal(*rows) and torch.equal(rows[0][:, :, 0], plain.index.tables["keys"].gather(b))
 
 
 def test_a_dense_layer() -> None:
