@@ -42,16 +42,24 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     def record(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         names = [p.name for p in self.params]
         given = dict(zip(names, args, strict=False)) | {k: v for k, v in options.items() if k in names}
-        special = {p.name for p in self.params if not p.do_not_specialize}
-        constant = {p.name for p in self.params if p.is_constexpr}
-        constant |= {n for n in special if type(given[n]) is int and given[n] == 1}
-        attributes = {
-            (i,): [["tt.divisibility", 16]]
-            for i, p in enumerate(self.params)
-            if p.name in special - constant and aligned(given[p.name]) and not p.do_not_specialize_on_alignment
-        }
-        signature = {n: "constexpr" if n in constant else type_name(given[n]) for n in names}
-        values = {(names.index(n),): given[n] for n in names if n in constant}
+        signature: dict[str, Any] = {}
+        values: dict[tuple[int, ...], Any] = {}
+        attributes: dict[tuple[int, ...], Any] = {}
+
+        def take(value: Any, param: Any, path: tuple[int, ...]) -> Any:
+            """The type of an argument, or of each member of a group."""
+            if isinstance(value, tuple):
+                return type(value)(*(take(one, param, (*path, i)) for i, one in enumerate(value)))
+            fixed, special = isinstance(value, (triton.language.constexpr, triton.JITFunction)), not param.do_not_specialize
+            if param.is_constexpr or fixed or (special and type(value) is int and value == 1):
+                values[path] = value.value if isinstance(value, triton.language.constexpr) else value
+                return "constexpr"
+            if special and aligned(value) and not param.do_not_specialize_on_alignment:
+                attributes[path] = [["tt.divisibility", 16]]
+            return type_name(value)
+
+        for i, param in enumerate(self.params):
+            signature[param.name] = take(given[param.name], param, (i,))
         key = (self.__name__, *signature.values(), *values.values(), *attributes)
         seen[str(key)] = (self, signature, values, attributes, {"num_warps": options.get("num_warps", 4)})
 

@@ -196,7 +196,7 @@ def test_warming_up_changes_no_block_of_a_sequence_and_no_answer() -> None:
             assert torch.equal(old[1:].nan_to_num(7), new[1:].nan_to_num(7))
         forget([device.layer], [device.plan])
         assert Counts.of([device.layer], [device.plan]) == Counts()
-        assert not device.layer.bad.any() and not device.layer._zero_norms.any()
+        assert not device.layer.bad.any() and not device.layer.index.zero_norms.any()
 
     warm_up()
     assert not device.host.rows[0].isnan().any()
@@ -214,9 +214,9 @@ def test_what_passes_before_the_engine_was_ready_leave_is_forgotten() -> None:
     for keys in (torch.zeros_like(k), torch.full_like(k, float("nan"))):
         device.feed({0: (q, keys, v)})
         device.leave(0)
-    assert device.layer._zero_norms.all() and device.layer.bad.any()
+    assert device.layer.index.zero_norms.all() and device.layer.bad.any()
     forget([device.layer], [device.plan])
-    assert not device.layer._zero_norms.any() and not device.layer.bad.any()
+    assert not device.layer.index.zero_norms.any() and not device.layer.bad.any()
     device.feed({1: cut(text, 0, 299)})
     device.feed({1: cut(text, 299, 300)})
-    assert not device.layer._zero_norms.any() and not device.layer.bad.any()
+    assert not device.layer.index.zero_norms.any() and not device.layer.bad.any()

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvrecall.index.sphere.config import SphereConfig
 from kvrecall.step.device import Chunk, DeviceLayer, Pass, Window
 from kvrecall.step.plan import PassPlan
 from kvrecall.step.settings import Settings
@@ -39,7 +38,6 @@ class Device:
     def __post_init__(self) -> None:
         method = method_of(self.given, top_k=self.top_k)
         index = Settings(method).index
-        assert isinstance(index, SphereConfig)
         shape = replace(SHAPE, device=self.on, statistics=paged.statistics() if index.needs_statistics else None)
         self.layer = DeviceLayer(3, shape, method, index, PARAMS, MOST, LONGEST, keeps=not self.resident, drafts=self.drafts)
         self.host = (DeviceBlocks if self.resident else HostBlocks)(BLOCKS, shape, SIZE)

@@ -6,7 +6,6 @@ import pytest
 
 from kvrecall.index.sphere.config import SphereConfig
 from kvrecall.index.sphere.schedule import as_steps, stage_sizes
-from kvrecall.step.plan import candidates
 
 SHORT = [[100, 0.7, 0.5], [1000, 0.31, 0.3], [None, 0.013, 0.2]]
 
@@ -16,6 +15,6 @@ SHORT = [[100, 0.7, 0.5], [1000, 0.31, 0.3], [None, 0.013, 0.2]]
     ("config", "top_k"), [(SphereConfig(), 100), (SphereConfig(schedule=SHORT, min_candidates_per_k=2), 7)]
 )
 def test_candidates_of_every_length(config: SphereConfig, top_k: int, longest: int) -> None:
-    told, steps = candidates(config, longest, top_k), as_steps(config.schedule)
+    told, steps = config.paged_candidates(longest, top_k), as_steps(config.schedule)
     least = config.min_candidates_per_k
     assert told.tolist() == [stage_sizes(steps, n, top_k, least).candidates for n in range(longest + 1)]

@@ -148,6 +148,19 @@ class IndexConfig(Part, ABC):
         """The index of a layer over an engine's blocks. Only if `why_unpaged` is empty."""
         raise NotImplementedError(type(self).__name__)
 
+    def why_unpaged_on_gpu(self) -> str:
+        """Why a GPU cannot search an engine's blocks with these parameters; empty if it can (`paged_kernels`)."""
+        return "it has no kernels over blocks"
+
+    def paged_kernels(self, shape: LayerShape, sizes: PagedSizes, like: PagedKernels | None = None) -> PagedKernels:
+        """The index of a layer over an engine's blocks on a GPU. Only if `why_unpaged_on_gpu` is empty. like: that of another
+        layer of this shape, which never runs at the same time; they share scratch."""
+        raise NotImplementedError(type(self).__name__)
+
+    def paged_candidates(self, longest: int, top_k: int) -> Tensor:
+        """int32 `[longest + 1]`, on the CPU: how many tokens of a zone are reranked, by its length; 0 without a second stage."""
+        return torch.zeros(longest + 1, dtype=torch.int32, device="cpu")
+
     def shared_nbytes(self, shape: LayerShape, layers: int, tokens: int) -> int:
         """Device bytes that all sequences of `layers` layers share, for zones of up to `tokens` tokens."""
         return 0
@@ -173,6 +186,65 @@ class PagedIndex(ABC):
     @abstractmethod
     def search(self, queries: Tensor, tables: list[list[int]], ends: list[int], sinks: int, budget: Budget) -> Selection:
         """Finds positions sinks .. ends[b] - 1 for queries `[b, H_q, D]`. tables: the blocks of each sequence."""
+
+
+@dataclass(frozen=True)
+class PagedSizes:
+    """Sizes of a search over blocks on a GPU. together: tokens of a pass that are searched at a time. longest: tokens of a
+    sequence. sinks: its first tokens, which are never found. row: numbers of a plan's row."""
+
+    together: int
+    longest: int
+    top_k: int
+    sinks: int
+    row: int
+
+
+class PagedKernels(ABC):
+    """The index of one layer over the blocks of an engine, on a GPU, as `PagedIndex` on the host. Its launches, or torch
+    functions of fixed sizes, never wait for the device, so a step can be recorded.
+
+    ids: int32 `[together, H_kv, K]`, the last selections, ascending, padded with -1. programs: how many programs of a step
+    summarise a new token (`summary`).
+    """
+
+    ids: Tensor
+    programs: int = 0
+
+    @abstractmethod
+    def bind(self, pages: Tensor, block_size: int) -> None:
+        """Sets the pages, uint8 `[blocks, n]`, of so many tokens each."""
+
+    def take_statistics(self, shape: LayerShape) -> None:  # noqa: B027 - optional: few depend on statistics
+        """Summaries follow from the statistics of `shape` from now on; none are written yet. Addresses stay."""
+
+    def forget(self) -> None:  # noqa: B027 - optional: few learn from keys
+        """Resets what it knows of the keys that it was given."""
+
+    @abstractmethod
+    def store(self, keys: Tensor, first: int, blocks: Tensor) -> None:
+        """Writes the summaries of keys `[H_kv, n, D]` of a prompt, at positions from `first` on. blocks: int32 `[W]`, of the
+        sequence. Earlier rows are on the host."""
+
+    def store_decoded(self, keys: Tensor, slots: Tensor) -> None:  # noqa: B027 - optional: most summarise in the step's kernel
+        """Writes the summaries of decoded tokens `[n, H_kv, D]`, unless `summary` does. slots: int64 `[n]`, block * block_size +
+        offset, < 0 for none."""
+
+    def summary(self) -> tuple[Any, tuple[Any, ...]]:
+        """The function of Triton that summarises a new token, and its arguments (as `cache.paged_rows.summarise_nothing`)."""
+        from kvrecall.cache.paged_rows import summarise_nothing
+
+        return summarise_nothing, ()
+
+    @abstractmethod
+    def search(self, queries: Tensor, blocks: Tensor, plan: Tensor, fire: Tensor, scaling: float) -> None:
+        """Fills ids for queries `[n, H_q, D]`, contiguous. blocks: int32 `[n, W]`. plan: int32 `[n, row]`, first `SEARCH_FIELDS`
+        numbers: the end of the zone (its positions are sinks .. end - 1), and how many tokens are reranked; both 0 where
+        fire int32 `[n]` is 0: such tokens do not search, and keep their ids."""
+
+
+SEARCH_FIELDS = 2
+"""Numbers of a plan's row for the search (`PagedKernels.search`)."""
 
 
 def sink_ids(heads: int, sinks: int) -> Tensor | None:

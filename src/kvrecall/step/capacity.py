@@ -17,7 +17,6 @@ from kvrecall.core.errors import ParameterError
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import AttentionParams
 from kvrecall.index.base import LayerShape
-from kvrecall.index.sphere.config import SphereConfig
 from kvrecall.index.statistics import KeyStatistics, LayerStatistics, NoRotary
 from kvrecall.step.device import DeviceLayer, Scratch
 from kvrecall.step.memory import HostPlan
@@ -110,7 +109,7 @@ def scratch_bytes(
     """Device memory besides pages and weights: kept rows, scores, maps. shapes: of the layers, all equal. most: rows of a
     batch. drafts: draft tokens per row and decode step. Nothing is allocated."""
     index = settings.index
-    if not isinstance(index, SphereConfig):
+    if index.why_unpaged_on_gpu():
         return 0
     shape = shapes[0]
     heads, dim, params, meta = shape.kv_heads, shape.head_dim, AttentionParams(shape.head_dim**-0.5), torch.device("meta")

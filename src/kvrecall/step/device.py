@@ -19,25 +19,16 @@ from torch import Tensor
 from kvrecall.attend import attend_block, attend_causal
 from kvrecall.core.launch import cdiv, next_power_of_2, overlapping
 from kvrecall.core.structs import AttentionParams, Partial, lasting_tensors
-from kvrecall.index.base import LayerShape
-from kvrecall.index.sphere.codes import BLOCK, MIN_ALPHA, magnitude_levels, magnitude_thresholds, weight_range
-from kvrecall.index.sphere.config import SphereConfig
-from kvrecall.index.sphere.cos_sin import SPAN
-from kvrecall.index.sphere.kernels import encode
-from kvrecall.index.sphere.kernels.search import GpuSearch, Tables
-from kvrecall.index.sphere.maps import Maps
-from kvrecall.index.sphere.plan import SEARCH_FIELDS
+from kvrecall.index.base import SEARCH_FIELDS, IndexConfig, LayerShape, PagedKernels, PagedSizes
 from kvrecall.merge import merge_in_turn
 from kvrecall.merge.cuda import merge_step
 from kvrecall.methods.base import Method
 from kvrecall.step.means import means_in
 from kvrecall.step.paged import Refill
-from kvrecall.step.plan import ROW, PassPlan, candidates, kept_sequences
+from kvrecall.step.plan import ROW, PassPlan, kept_sequences
 from kvrecall.step.settings import DENSE_ROWS, MOST_PARTS, Parts
 from kvrecall.step.stream import HostBlocks, Stream
 
-_ENCODED_ROWS = 32
-"""Coordinates per program that encodes a token."""
 _STORED = 16
 """Tokens of prompts per program."""
 _TOGETHER, _TOGETHER_LONG, _LONG = 64, 32, 262_144
@@ -127,33 +118,25 @@ def searched_together(most: int, longest: int) -> int:
 
 
 class Scratch:
-    """Scratch that all layers of one shape share."""
+    """Scratch that all layers of one shape share. index: of one of them."""
 
-    def __init__(self, method: Method, index: SphereConfig, shape: LayerShape, maps: Maps, most: int, longest: int) -> None:
-        """most: tokens that a pass decodes. longest: tokens of a sequence. For settings that `Settings.check_gpu` accepts."""
+    def __init__(self, method: Method, index: PagedKernels, shape: LayerShape, together: int, longest: int) -> None:
+        """together: tokens that are searched at a time. longest: tokens of a sequence. For settings that `Settings.check_gpu`
+        accepts."""
         assert method.top_k is not None
         self.sinks, self.local, self.top_k = method.sink_tokens, method.local_tokens, method.top_k
-        heads, dim, device = shape.kv_heads, shape.head_dim, shape.device
-        self.together, self.longest = searched_together(most, longest), longest
-        self.means = method.rest_config()
+        self.index, self.together, self.longest, self.means = index, together, longest, method.rest_config()
         self.mean_tokens = 1 if self.means is None else self.means.page_tokens
         self.parts = own = Parts.of(method)
         self.mean_parts = 0
         if self.means is not None:
             wanted = cdiv(longest // self.mean_tokens, DENSE_ROWS * _MEAN_TILES)
             self.mean_parts = max(1, min(_MOST_MEAN_PARTS, MOST_PARTS - own.total, wanted))
-        reranked = int(candidates(index, longest, self.top_k).max())
-        group = shape.query_heads // heads
-        self.search = GpuSearch(
-            self.together, heads, group, dim, index.gqa, index.stage1, self.top_k, longest, reranked, maps, ROW, index.norms,
-            self.sinks,
-        )  # fmt: skip
         self._query_heads = shape.query_heads
-        numbers = max(n * shape.query_heads * sum(self.shares(n)) for n in range(1, self.together + 1))
+        numbers = max(n * shape.query_heads * sum(self.shares(n)) for n in range(1, together + 1))
         with lasting_tensors():
-            self._out = torch.zeros(numbers, dim, dtype=torch.float32, device=device)
-            self._lse = torch.zeros(numbers, dtype=torch.float32, device=device)
-            self.levels, self.thresholds = magnitude_levels(device), magnitude_thresholds(device)
+            self._out = torch.zeros(numbers, shape.head_dim, dtype=torch.float32, device=shape.device)
+            self._lse = torch.zeros(numbers, dtype=torch.float32, device=shape.device)
         self.stream = Stream(shape)
 
     def shares(self, tokens: int) -> tuple[int, int, int]:
@@ -170,25 +153,25 @@ class Scratch:
 
 
 class DeviceLayer:
-    """Codes, rows and kept rows of one layer."""
+    """Summaries, rows and kept rows of one layer."""
 
     def __init__(
-        self, number: int, shape: LayerShape, method: Method, index: SphereConfig, params: AttentionParams,
-        most: int, longest: int, scratch: Scratch | None = None,
-        keeps: bool = True, drafts: int = 0,
+        self, number: int, shape: LayerShape, method: Method, index: IndexConfig, params: AttentionParams, most: int,
+        longest: int, scratch: Scratch | None = None, keeps: bool = True, drafts: int = 0,
     ) -> None:  # fmt: skip
         """number: of the layer. most: rows of a batch. longest: tokens of a sequence. scratch: of another layer of this shape.
         keeps: whether sinks and selected rows stay on the device between steps; not needed if all rows lie there. drafts:
         tokens that a row may decode besides its first. Allocates everything besides pages and rows."""
-        self.number, self.shape, self._params, self._index = number, shape, params, index
-        maps = Maps.of(shape, index)
+        assert method.top_k is not None
+        self.number, self.shape, self._params, self._config = number, shape, params, index
         self._tokens, tokens = 1 + drafts, most * (1 + drafts)
-        self.scratch = scratch or Scratch(method, index, shape, maps, tokens, longest)
-        self._maps, self._search = maps, self.scratch.search.sharing(maps)
+        together = searched_together(tokens, longest)
+        sizes = PagedSizes(together, longest, method.top_k, method.sink_tokens, ROW)
+        self.index = index.paged_kernels(shape, sizes, None if scratch is None else scratch.index)
+        self.scratch = scratch or Scratch(method, self.index, shape, together, longest)
         self._every = 1 << (min(_RUN, method.local_tokens - drafts).bit_length() - 1)
         """Most tokens whose rows are not on the host yet; they are in the window."""
         self._phase = number * _SPREAD % self._every
-        self._centring = encode.Centring.of(maps, longest)
         heads, dim, k, device = shape.kv_heads, shape.head_dim, self.scratch.top_k, shape.device
         kept = kept_sequences(most, drafts) if keeps else 0
         self._kept_tokens = kept * self._tokens
@@ -200,87 +183,92 @@ class DeviceLayer:
             """Rows read from the host, by number of the token in its pass."""
             self.bad = torch.zeros(tokens, dtype=torch.int32, device=device)
             """Not 0 for tokens with a key or value that was not finite."""
-            self._zero_norms = torch.zeros(heads, dtype=torch.int32, device=device)
-            self._counts = torch.zeros(1, dtype=torch.int32, device=device)
 
     def take_statistics(self, shape: LayerShape) -> None:
-        """Codes follow from the statistics of `shape` from now on; none are written yet. Addresses stay."""
-        self._maps.load(Maps.of(shape, self._index))
+        """Summaries follow from the statistics of `shape` from now on; none are written yet. Addresses stay."""
+        self.index.take_statistics(shape)
 
     def forget(self) -> None:
-        """Resets what it knows of the keys that it was given, and its counter. After a key of zero norm, every search looks at
-        the norms of all keys, which takes longer."""
-        for own in (self.read, self.bad, self._zero_norms):
+        """Resets what it knows of the keys that it was given, and its counter."""
+        self.index.forget()
+        for own in (self.read, self.bad):
             own.zero_()
 
     def bind(self, pages: Tensor, host: HostBlocks) -> None:
         """Uses these pages, uint8 `[blocks, block_bytes]`, and rows."""
-        layout, means = self._index.layout(self.shape, host.block_size), self.scratch.means
-        self._codes, self._host = layout.codes(pages), host
-        self._means = None if means is None else means_in(pages, layout.block_bytes, means, self.shape, host.block_size)
+        self.index.bind(pages, host.block_size)
+        self._host, means = host, self.scratch.means
+        start = self._config.paged_bytes(self.shape, host.block_size)
+        self._means = None if means is None else means_in(pages, start, means, self.shape, host.block_size)
 
     def decode(self, queries: Tensor, keys: Tensor, values: Tensor, batch: Pass, window: Window, out: Tensor) -> None:
         """The first tokens of a pass: stores, searches and attends. queries, out `[T, H_q, D]`, keys, values `[T, H_kv, D]`: of
         all its tokens."""
-        together, rows = self.scratch.together, batch.plan.rows
+        together, plan = self.scratch.together, batch.plan
         for first in range(0, batch.decodes, together):
             own = slice(first, min(first + together, batch.decodes))
-            blocks = batch.decoded[own]
-            tables = Tables(self._codes, blocks, self._counts, self._zero_norms.expand(len(blocks), -1))
-            pairs = range(len(blocks) * self.shape.kv_heads)
-            q, k, v = queries[own].contiguous(), keys[own], values[own]  # a token's kernels read those before it, too
-            parts, lse = self.scratch.merged(len(blocks))
-            if len(blocks) >= _MANY:
+            blocks, q = batch.decoded[own], queries[own].contiguous()
+            k, v = keys[own], values[own]  # a token's kernels read those before it, too
+            parts, lse = self.scratch.merged(len(q))
+            if len(q) >= _MANY:
                 self._attend_window(q, k, v, batch, own, window, parts, lse)
-            self._search.launch(q, tables, rows[own], batch.plan.fire[own], self._params.scaling, pairs, len(pairs))
+            self.index.store_decoded(k, batch.slots[own])
+            self.index.search(q, blocks, plan.rows[own], plan.fire[own], self._params.scaling)
             self._attend(q, k, v, batch, own, window, parts, lse)
             if self._means is not None:
-                self._estimate(q, self._means, batch.plan.pages[own], tables.blocks, parts, lse)
+                self._estimate(q, self._means, plan.pages[own], blocks, parts, lse)
             merge_step(q.unsqueeze(2), parts, lse, self._params.sink_logits, into=out[own])
+
+    def _places(self, batch: Pass, window: Window) -> tuple[Any, Any]:
+        """Rows on the host and in the window, for kernels."""
+        from kvrecall.cache.paged_rows import Held, Recent
+
+        held = Held(self._host.rows, batch.blocks, batch.blocks.stride(0), self.shape.kv_heads)
+        return held, Recent(window.rows, window.blocks, window.blocks.stride(0), *window.places)
+
+    def _page_means(self) -> Any:
+        """Means for kernels; any tensor without means."""
+        from kvrecall.step.kernels import PageMeans
+
+        rows = self._sinks if self._means is None else self._means
+        return PageMeans(rows, rows.stride(0), self.scratch.mean_tokens)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, batch: Pass, own: slice, window: Window, parts: Tensor, lse: Tensor
     ) -> None:
         """Selected rows, sinks, window and the new token, for the pass's tokens `own`. parts, lse: of the merge."""
-        from kvrecall.step.kernels import paged_step_kernel
+        from kvrecall.cache.paged_rows import Fresh
+        from kvrecall.step import kernels
 
-        scratch, maps, centring, codes, params, shape = (
-            self.scratch, self._maps, self._centring, self._codes, self._params, self.shape
-        )  # fmt: skip
-        dim, measured, centred = shape.head_dim, codes.norms is not None, maps.means is not None
-        means = codes.signs if self._means is None else self._means
-        meaned, (others, window_parts, _) = self._means is not None, scratch.shares(len(q))
-        pieces = cdiv(dim, _ENCODED_ROWS) + measured + meaned + 1
+        scratch, index, params, shape, plan = self.scratch, self.index, self._params, self.shape, batch.plan
+        dim, meaned, (others, window_parts, _) = shape.head_dim, self._means is not None, scratch.shares(len(q))
+        (summarise, summary), pieces = index.summary(), index.programs + meaned + 1
         programs = others + pieces + (window_parts if len(q) < _MANY else 0)
-        least, most = weight_range(codes.weights.dtype, centred)
-        plan, blocks, recent, rows = batch.plan, batch.blocks, window.blocks, self._host.rows
-        paged_step_kernel[(len(q) * shape.kv_heads * programs,)](
-            q, k, v, plan.rows[own], plan.fire[own], self.bad[own], self._search.ids, rows, blocks, window.rows, recent,
-            self._sinks, self._kept_ids, self._kept, self.read[own], parts, lse, maps.keys, centring.means,
-            centring.cos, centring.sin, scratch.levels, scratch.thresholds, codes.signs, codes.magnitudes, codes.weights,
-            codes.norms if measured else codes.signs, means, self._zero_norms, params.scaling, params.softcap, q.stride(0),
-            k.stride(0), v.stride(0), shape.kv_heads, blocks.stride(0), recent.stride(0), programs, scratch.top_k,
-            scratch.sinks, scratch.local, parts.shape[2], self._every, self._phase, *window.places,
-            codes.signs.stride(0), maps.stride, centring.between, means.stride(0), scratch.mean_tokens, most, least, MIN_ALPHA,
-            BLOCK=self._host.block_size, D=dim, BD=next_power_of_2(dim), S=dim // BLOCK, ROWS=_ENCODED_ROWS,
-            G=shape.query_heads // shape.kv_heads, R=scratch.parts.rows, W=DENSE_ROWS, BK=next_power_of_2(scratch.top_k),
-            CHOSEN=scratch.parts.chosen, PIECES=pieces, SINK_PARTS=scratch.parts.sinks, MEANED=meaned,
-            SEARCH=SEARCH_FIELDS, STRIDE=ROW, CAP=params.softcap != 0, SPAN=SPAN, CENTRED=centred,
-            NORMS=measured, REUSE=own.start < self._kept_tokens, TOKENS=self._tokens, num_warps=4, **overlapping(shape.device),
+        kernels.paged_step_kernel[(len(q) * shape.kv_heads * programs,)](
+            q, Fresh(k, v, k.stride(0), v.stride(0)), kernels.Plan(plan.rows[own], plan.fire[own], self.bad[own]), index.ids,
+            *self._places(batch, window), kernels.Kept(self._sinks, self._kept_ids, self._kept, self.read[own]),
+            kernels.Parts(parts, lse, parts.shape[2]), summary, self._page_means(), params.scaling,
+            params.softcap, q.stride(0), programs, scratch.top_k, scratch.sinks, scratch.local, self._every, self._phase,
+            BLOCK=self._host.block_size, D=dim, BD=next_power_of_2(dim), G=shape.query_heads // shape.kv_heads,
+            R=scratch.parts.rows, W=DENSE_ROWS, BK=next_power_of_2(scratch.top_k), CHOSEN=scratch.parts.chosen, PIECES=pieces,
+            SINK_PARTS=scratch.parts.sinks, MEANED=meaned, SEARCH=SEARCH_FIELDS, STRIDE=ROW, CAP=params.softcap != 0,
+            REUSE=own.start < self._kept_tokens, TOKENS=self._tokens, SUMMARISE=summarise, num_warps=4,
+            **overlapping(shape.device),
         )  # fmt: skip
 
     def _attend_window(
         self, q: Tensor, k: Tensor, v: Tensor, batch: Pass, own: slice, window: Window, parts: Tensor, lse: Tensor
     ) -> None:
         """As `_attend`, the window and the new token of many sequences, in a launch of its own."""
-        from kvrecall.step.kernels import window_kernel
+        from kvrecall.cache.paged_rows import Fresh
+        from kvrecall.step import kernels
 
-        scratch, params, shape, recent = self.scratch, self._params, self.shape, window.blocks
+        scratch, params, shape, plan = self.scratch, self._params, self.shape, batch.plan
         others, shares, _ = scratch.shares(len(q))
-        window_kernel[(len(q) * shape.kv_heads * shares,)](
-            q, k, v, batch.plan.rows[own], self.bad[own], window.rows, recent, parts, lse, params.scaling, params.softcap,
-            q.stride(0), k.stride(0), v.stride(0), shape.kv_heads, recent.stride(0), scratch.local, shares, others,
-            parts.shape[2], *window.places, D=shape.head_dim, BD=next_power_of_2(shape.head_dim),
+        kernels.window_kernel[(len(q) * shape.kv_heads * shares,)](
+            q, Fresh(k, v, k.stride(0), v.stride(0)), kernels.Plan(plan.rows[own], plan.fire[own], self.bad[own]),
+            self._places(batch, window)[1], kernels.Parts(parts, lse, parts.shape[2]), params.scaling, params.softcap,
+            q.stride(0), shape.kv_heads, scratch.local, shares, others, D=shape.head_dim, BD=next_power_of_2(shape.head_dim),
             G=shape.query_heads // shape.kv_heads, W=_WINDOW_ROWS, SEARCH=SEARCH_FIELDS, STRIDE=ROW, CAP=params.softcap != 0,
             STAGES=_WINDOW_STAGES, num_warps=4, **overlapping(shape.device),
         )  # fmt: skip
@@ -293,7 +281,7 @@ class DeviceLayer:
         scratch, shape, dim = self.scratch, self.shape, self.shape.head_dim
         *others, shares = scratch.shares(len(q))
         page_means_kernel[(len(q) * shape.kv_heads * shares,)](
-            q, means, blocks, pages, self._search.ids, parts, lse, self._params.scaling, self._params.softcap, shape.kv_heads,
+            q, means, blocks, pages, self.index.ids, parts, lse, self._params.scaling, self._params.softcap, shape.kv_heads,
             0, blocks.stride(0), means.stride(0), means.shape[2], scratch.top_k, scratch.mean_tokens, scratch.sinks, shares,
             sum(others), parts.shape[2], BLOCK=self._host.block_size, D=dim, BD=next_power_of_2(dim),
             G=shape.query_heads // shape.kv_heads, W=pages_at_once(dim, shape.dtype.itemsize),
@@ -316,33 +304,29 @@ class DeviceLayer:
 
     def store(self, keys: Tensor, values: Tensor, batch: Pass, window: Window) -> None:
         """Keeps the tokens of the prompts of a pass: keys, values `[T, H_kv, D]`, of all its tokens."""
+        from kvrecall.cache.paged_rows import Fresh
         from kvrecall.step.kernels import mean_kernel, run_kernel, store_kernel
 
         if not batch.chunks:
             return
-        first, last, shape = batch.chunks[0].tokens.start, batch.chunks[-1].tokens.stop, self.shape
-        k, v = keys[first:last], values[first:last]
-        store_kernel[(cdiv(len(k), _STORED), shape.kv_heads)](
-            k, v, batch.slots[first:], window.slots[first:], self._host.rows, window.rows, self.bad, len(k), k.stride(0),
-            v.stride(0), shape.kv_heads, *window.places, BLOCK=self._host.block_size, D=shape.head_dim,
-            BD=next_power_of_2(shape.head_dim), T=_STORED, num_warps=4,
+        first, last, heads, dim = batch.chunks[0].tokens.start, batch.chunks[-1].tokens.stop, self.shape.kv_heads, keys.shape[2]
+        strides, (held, recent), means = (keys.stride(0), values.stride(0)), self._places(batch, window), self._page_means()
+        sizes: dict[str, int] = {"BLOCK": self._host.block_size, "D": dim, "BD": next_power_of_2(dim), "num_warps": 4}
+        store_kernel[(cdiv(last - first, _STORED), heads)](
+            Fresh(keys[first:last], values[first:last], *strides), batch.slots[first:], window.slots[first:], held, recent,
+            self.bad, last - first, T=_STORED, **sizes,
         )  # fmt: skip
         for chunk in batch.chunks:
             if chunk.past:  # its last tokens may have been decoded, because a pass had room for few of them
-                run_kernel[(shape.kv_heads,)](
-                    self._host.rows, batch.blocks[chunk.row], window.rows, window.blocks[chunk.row], chunk.past,
-                    shape.kv_heads, self._every, self._phase, *window.places, BLOCK=self._host.block_size, D=shape.head_dim,
-                    BD=next_power_of_2(shape.head_dim), W=_STORED, num_warps=4,
-                )  # fmt: skip
-            own = keys[chunk.tokens].transpose(0, 1)
-            encode.encode(own, self._maps, chunk.past, self._codes, batch.blocks[chunk.row], self._zero_norms)
+                run_kernel[(heads,)](held, recent, chunk.row, chunk.past, self._every, self._phase, W=_STORED, **sizes)
+            own = keys[chunk.tokens]
+            self.index.store(own.transpose(0, 1), chunk.past, batch.blocks[chunk.row])
             page = self.scratch.mean_tokens
-            whole = (chunk.past + own.shape[1]) // page - chunk.past // page
+            whole = (chunk.past + len(own)) // page - chunk.past // page
             if self._means is not None and whole:
-                mean_kernel[(whole, shape.kv_heads)](
-                    keys[chunk.tokens], values[chunk.tokens], self._host.rows, batch.blocks[chunk.row], self._means, chunk.past,
-                    k.stride(0), v.stride(0), shape.kv_heads, self._means.stride(0), page, self.scratch.sinks,
-                    BLOCK=self._host.block_size, D=shape.head_dim, BD=next_power_of_2(shape.head_dim), T=_STORED, num_warps=4,
+                mean_kernel[(whole, heads)](
+                    Fresh(own, values[chunk.tokens], *strides), held, recent, means, chunk.row, chunk.past, self.scratch.sinks,
+                    T=_STORED, **sizes,
                 )  # fmt: skip
 
     def prompts(self, queries: Tensor, keys: Tensor, values: Tensor, batch: Pass, out: Tensor) -> None:

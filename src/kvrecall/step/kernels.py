@@ -6,6 +6,8 @@ Lengths include the new tokens. A row of the batch may decode several tokens, a 
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -19,9 +21,8 @@ from kvrecall.attend.kernels import (
     store_new,
     store_part,
 )
+from kvrecall.cache.paged_rows import Fresh, head_rows, load_part, run_start, store_run, window_place
 from kvrecall.core.triton import begin, capped, end, row_offset
-from kvrecall.index.sphere.kernels.blocks import numbers_of
-from kvrecall.index.sphere.kernels.encode import encode_one, measure_one
 
 
 @triton.jit(do_not_specialize=["DECODES", "TABLE"])
@@ -116,76 +117,19 @@ def plan_kernel(
 
 
 @triton.jit
-def window_place(p_table, position, i_kv, m_row, PAGE, W_BLOCK, W_HEAD, W_TOKEN):
-    """Offsets int64 of positions' rows in the window's pages, in elements. table: of one sequence. W_BLOCK, W_HEAD, W_TOKEN:
-    strides."""
-    b_block = tl.load(p_table + position // PAGE, mask=m_row, other=0).to(tl.int64)
-    return b_block * W_BLOCK + i_kv * W_HEAD + tl.where(m_row, position % PAGE, 0) * W_TOKEN
-
-
-@triton.jit
-def run_start(position, PHASE, EVERY, BLOCK: tl.constexpr):
-    """The first position of the run of `position`: rows go to the host in runs of at most EVERY, which end at blocks, too.
-
-    EVERY is a power of two. PHASE shifts the ends of runs, so that not all layers write in the same step.
-    """
-    return position - tl.minimum((position + PHASE) % EVERY, position % BLOCK)
-
-
-@triton.jit
-def store_run(
-    p_keys, p_values, start, new, stop, p_pool, p_blocks, p_window, p_recent, i_kv, K_TOKEN, V_TOKEN, HEADS, PAGE, W_BLOCK,
-    W_HEAD, W_TOKEN, BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, W: tl.constexpr,
-):  # fmt: skip
-    """Copies the rows of positions start .. stop - 1 of one KV head, all in one block, to the host; W at a time.
-
-    Positions from `new` on are tokens of this pass, at keys and values; earlier ones are in the window's pages.
-    """
-    o_d = tl.arange(0, 2 * BD)  # a row, key and value
-    for i in range(start, stop, W):
-        o_r = i + tl.arange(0, W)
-        m_r = o_r < stop
-        o_new = tl.where(m_r & (o_r >= new), o_r - new, 0).to(tl.int64)
-        p_new = tl.where((o_d < D)[None, :], p_keys + (o_new * K_TOKEN)[:, None], p_values + (o_new * V_TOKEN)[:, None] - D)
-        o_recent = window_place(p_recent, o_r, i_kv, m_r & (o_r < new), PAGE, W_BLOCK, W_HEAD, W_TOKEN)
-        p_row = tl.where((o_r >= new)[:, None], p_new, p_window + o_recent[:, None]) + o_d[None, :]
-        m_row = m_r[:, None] & (o_d < 2 * D)[None, :]
-        p_host = p_pool + row_offset(p_blocks, o_r, m_r, i_kv, HEADS, BLOCK, D)[:, None] + o_d[None, :]
-        tl.store(p_host, tl.load(p_row, mask=m_row), mask=m_row)
-
-
-@triton.jit
 def take_mean(
-    p_mean, first, p_keys, p_values, new, recent, p_pool, p_blocks, p_window, p_recent, i_kv, K_TOKEN, V_TOKEN, HEADS, TOKENS,
-    SINKS, PAGE, W_BLOCK, W_HEAD, W_TOKEN, BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, W: tl.constexpr,
+    rows, p_mean, first, TOKENS, SINKS, BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, W: tl.constexpr
 ):  # fmt: skip
-    """Stores mean `[2, D]` of keys and values at positions first .. first + TOKENS - 1 of one KV head, without sinks; W rows at
-    a time, fp32 sums. Stores nothing if all are sinks.
-
-    Positions from `new` on are tokens of this pass, at keys and values. Earlier positions are in the window's pages from
-    `recent` on, else on the host (`row_offset`); see `paged_step_kernel`.
-    """
+    """Stores mean `[2, D]` of keys and values at positions first .. first + TOKENS - 1, without sinks; W rows at a time, fp32
+    sums. Stores nothing if all are sinks. rows: a `HeadRows`."""
     o_d = tl.arange(0, BD)
-    m_d = (o_d < D)[None, :]
     b_k, b_v = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
     begins = tl.maximum(first, SINKS)
     for i in range(begins, first + TOKENS, W):
         o_r = i + tl.arange(0, W)
         m_r = o_r < first + TOKENS
-        m_new, m_host = m_r & (o_r >= new), m_r & (o_r < new)
-        o_new = tl.where(m_new, o_r - new, 0).to(tl.int64)
-        b_rows_k = tl.load(p_keys + (o_new * K_TOKEN)[:, None] + o_d[None, :], mask=m_new[:, None] & m_d, other=0.0)
-        b_rows_v = tl.load(p_values + (o_new * V_TOKEN)[:, None] + o_d[None, :], mask=m_new[:, None] & m_d, other=0.0)
-        m_recent, m_host = m_host & (o_r >= recent), m_host & (o_r < recent)
-        o_recent = window_place(p_recent, o_r, i_kv, m_recent, PAGE, W_BLOCK, W_HEAD, W_TOKEN)
-        p_here = p_window + o_recent[:, None] + o_d[None, :]
-        b_rows_k = tl.where(m_recent[:, None], tl.load(p_here, mask=m_recent[:, None] & m_d, other=0.0), b_rows_k)
-        b_rows_v = tl.where(m_recent[:, None], tl.load(p_here + D, mask=m_recent[:, None] & m_d, other=0.0), b_rows_v)
-        p_host = p_pool + row_offset(p_blocks, o_r, m_host, i_kv, HEADS, BLOCK, D)[:, None] + o_d[None, :]
-        b_rows_k = tl.where(m_host[:, None], tl.load(p_host, mask=m_host[:, None] & m_d, other=0.0), b_rows_k)
-        b_rows_v = tl.where(m_host[:, None], tl.load(p_host + D, mask=m_host[:, None] & m_d, other=0.0), b_rows_v)
-        b_k += tl.sum(b_rows_k.to(tl.float32), 0)
-        b_v += tl.sum(b_rows_v.to(tl.float32), 0)
+        b_k += tl.sum(load_part(rows, o_r, m_r, False, BLOCK, D, BD).to(tl.float32), 0)
+        b_v += tl.sum(load_part(rows, o_r, m_r, True, BLOCK, D, BD).to(tl.float32), 0)
     count = first + TOKENS - begins
     if count > 0:
         tl.store(p_mean + o_d, b_k / count, mask=o_d < D)
@@ -201,111 +145,132 @@ def attend_more(b_q, b_k, b_v, m_r, b_peak, b_total, b_sum, scaling, softcap, CA
     return add_tile(tl.where(m_r[None, :], b_logit, float("-inf")), b_v, b_peak, b_total, b_sum)
 
 
-@triton.jit(do_not_specialize=["WINDOW_TABLE", "SHARES", "FIRST", "PARTS"])
+class Plan(NamedTuple):
+    """Of the decoded tokens of a launch: rows int32 `[n, STRIDE]` and fire int32 `[n]` (`plan_kernel`). bad int32 `[n]` becomes 1
+    for a token that is not finite."""
+
+    rows: Any
+    fire: Any
+    bad: Any
+
+
+class Kept(NamedTuple):
+    """Rows of the step before: sinks `[·, HEADS, SINKS, 2, D]` by row of the batch; selected rows `[2, ·, HEADS, K, 2, D]` and
+    ids int32 `[3, ·, HEADS, K]`, whose last third is -1. read int64 `[n]` counts rows read from the host."""
+
+    sinks: Any
+    ids: Any
+    rows: Any
+    read: Any
+
+
+class Parts(NamedTuple):
+    """Parts of the merge: out fp32 `[n, H_q, COUNT, D]`, lse fp32 `[n, H_q, COUNT]`."""
+
+    out: Any
+    lse: Any
+    COUNT: Any
+
+
+class PageMeans(NamedTuple):
+    """Means of TOKENS tokens each, `[HEADS, BLOCK / TOKENS, 2 D]` in blocks with stride STRIDE in elements."""
+
+    rows: Any
+    STRIDE: Any
+    TOKENS: Any
+
+
+@triton.jit(do_not_specialize=["SHARES", "FIRST"])
 def window_kernel(
-    p_queries, p_keys, p_values, p_plan, p_bad, p_window, p_window_table, p_out, p_lse, scaling, softcap, Q_TOKEN, K_TOKEN,
-    V_TOKEN, HEADS, WINDOW_TABLE, LOCAL, SHARES, FIRST, PARTS, PAGE, W_BLOCK, W_HEAD, W_TOKEN,
+    p_queries, fresh, plan, window, parts, scaling, softcap, Q_TOKEN, HEADS, LOCAL, SHARES, FIRST,
     D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, W: tl.constexpr, SEARCH: tl.constexpr, STRIDE: tl.constexpr,
     CAP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (token and KV head, share): attends to one share in SHARES of the window, W rows at a time, as part FIRST + share
-    of PARTS, and stores the new token in the window. For many sequences, whose programs fill a GPU.
+    of the merge, and stores the new token in the window. For many sequences, whose programs fill a GPU.
 
     Arguments as in `paged_step_kernel`, which has a program for every W rows. Bytes: 4 D per row in 16-bit types.
     """
     begin(PDL)
     i_pair, i_share = tl.program_id(0) // SHARES, tl.program_id(0) % SHARES
     i_b, i_kv = i_pair // HEADS, i_pair % HEADS
-    p_own, length = p_plan + i_b * STRIDE + SEARCH, tl.load(p_plan + i_b * STRIDE + SEARCH)
-    p_recent = p_window_table + tl.load(p_own + 1).to(tl.int64) * WINDOW_TABLE
+    p_own, length = plan.rows + i_b * STRIDE + SEARCH, tl.load(plan.rows + i_b * STRIDE + SEARCH)
+    p_pages = window.table + tl.load(p_own + 1).to(tl.int64) * window.TABLE
     new, newest, ends = length - 1 - tl.load(p_own + 2), length - 1, tl.maximum(length - LOCAL, 0)
     each = tl.cdiv(tl.cdiv(length - ends, W), SHARES) * W
     first = ends + i_share * each
     stop = tl.minimum(first + each, length)
-    o_part = i_pair.to(tl.int64) * G * PARTS
+    o_part = i_pair.to(tl.int64) * G * parts.COUNT
     if first < stop:
         BG: tl.constexpr = max(16, triton.next_power_of_2(G))
         o_g, o_d = tl.arange(0, BG), tl.arange(0, BD)
         m_d = (o_d < D)[None, :]
         m_q = (o_g < G)[:, None] & m_d
         p_query = p_queries + i_b.to(tl.int64) * Q_TOKEN + i_kv * G * D
-        b_q = tl.load(p_query + o_g[:, None] * D + o_d[None, :], mask=m_q, other=0.0).to(p_window.dtype.element_ty)
+        b_q = tl.load(p_query + o_g[:, None] * D + o_d[None, :], mask=m_q, other=0.0).to(window.rows.dtype.element_ty)
         b_peak = tl.full([BG], float("-inf"), tl.float32)
         b_total, b_sum = tl.zeros([BG], tl.float32), tl.zeros([BG, BD], tl.float32)
         begins = first + tl.maximum(tl.minimum(stop, new) - first, 0) // W * W  # of the tiles with tokens of this pass
         for i in tl.range(first, begins, W, num_stages=STAGES):
             o_r = i + tl.arange(0, W)
             m_r = o_r < begins
-            o_place = window_place(p_recent, o_r, i_kv, m_r, PAGE, W_BLOCK, W_HEAD, W_TOKEN)
-            p_row = p_window + o_place[:, None] + o_d[None, :]
+            p_row = window.rows + window_place(window, p_pages, o_r, i_kv, m_r)[:, None] + o_d[None, :]
             b_k = tl.load(p_row, mask=m_r[:, None] & m_d, other=0.0)
             b_v = tl.load(p_row + D, mask=m_r[:, None] & m_d, other=0.0)
             b_peak, b_total, b_sum = attend_more(b_q, b_k, b_v, m_r, b_peak, b_total, b_sum, scaling, softcap, CAP)
         for i in tl.range(begins, stop, W, num_stages=1):
             o_r = i + tl.arange(0, W)
             m_r, m_old, m_new = o_r < stop, o_r < tl.minimum(stop, new), (o_r < stop) & (o_r >= new)
-            o_place = window_place(p_recent, o_r, i_kv, m_old, PAGE, W_BLOCK, W_HEAD, W_TOKEN)
-            o_new, m_old, m_now = (
-                tl.where(m_new, o_r - newest + i_b, 0).to(tl.int64),
-                m_old[:, None] & m_d,
-                m_new[:, None] & m_d,
-            )
-            p_row, o_own = p_window + o_place[:, None] + o_d[None, :], i_kv * D + o_d[None, :]
+            p_row = window.rows + window_place(window, p_pages, o_r, i_kv, m_old)[:, None] + o_d[None, :]
+            o_new, o_own = tl.where(m_new, o_r - newest + i_b, 0).to(tl.int64)[:, None], i_kv * D + o_d[None, :]
+            m_old, m_now = m_old[:, None] & m_d, m_new[:, None] & m_d
             b_k, b_v = tl.load(p_row, mask=m_old, other=0.0), tl.load(p_row + D, mask=m_old, other=0.0)
-            b_k = tl.where(m_now, tl.load(p_keys + (o_new * K_TOKEN)[:, None] + o_own, mask=m_now, other=0.0), b_k)
-            b_v = tl.where(m_now, tl.load(p_values + (o_new * V_TOKEN)[:, None] + o_own, mask=m_now, other=0.0), b_v)
+            b_k = tl.where(m_now, tl.load(fresh.k + o_new * fresh.K_TOKEN + o_own, mask=m_now, other=0.0), b_k)
+            b_v = tl.where(m_now, tl.load(fresh.v + o_new * fresh.V_TOKEN + o_own, mask=m_now, other=0.0), b_v)
             b_peak, b_total, b_sum = attend_more(b_q, b_k, b_v, m_r, b_peak, b_total, b_sum, scaling, softcap, CAP)
-        store_part(p_out + o_part * D, p_lse + o_part, FIRST + i_share, b_peak, b_total, b_sum, D, BD, G, PARTS)
+        store_part(parts.out + o_part * D, parts.lse + o_part, FIRST + i_share, b_peak, b_total, b_sum, D, BD, G, parts.COUNT)
         if stop == length:
-            p_here = p_window + window_place(p_recent, newest, i_kv, length > 0, PAGE, W_BLOCK, W_HEAD, W_TOKEN)
-            p_key, p_value = p_keys + i_b.to(tl.int64) * K_TOKEN, p_values + i_b.to(tl.int64) * V_TOKEN
-            store_new(p_key + i_kv * D, p_value + i_kv * D, p_here, p_bad + i_b, D, BD)
+            p_here = window.rows + window_place(window, p_pages, newest, i_kv, length > 0)
+            p_key, p_value = fresh.k + i_b.to(tl.int64) * fresh.K_TOKEN, fresh.v + i_b.to(tl.int64) * fresh.V_TOKEN
+            store_new(p_key + i_kv * D, p_value + i_kv * D, p_here, plan.bad + i_b, D, BD)
     else:
-        empty_part(p_lse + o_part, FIRST + i_share, G, PARTS)
+        empty_part(parts.lse + o_part, FIRST + i_share, G, parts.COUNT)
     end(PDL)
 
 
-@triton.jit(do_not_specialize=["TABLE", "WINDOW_TABLE", "PROGRAMS", "PARTS", "PHASE"])
+@triton.jit(do_not_specialize=["PROGRAMS", "PHASE"])
 def paged_step_kernel(
-    p_queries, p_keys, p_values, p_plan, p_fire, p_bad, p_ids, p_pool, p_table, p_window, p_window_table, p_sinks, p_kept_ids,
-    p_kept, p_read, p_out, p_lse, p_maps, p_means, p_cos, p_sin, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights,
-    p_norms, p_page_means, p_zero_norms, scaling, softcap, Q_TOKEN, K_TOKEN, V_TOKEN, HEADS, TABLE, WINDOW_TABLE,
-    PROGRAMS, K, SINKS, LOCAL, PARTS, EVERY, PHASE, PAGE, W_BLOCK, W_HEAD, W_TOKEN, BYTES, MAP, MEANS, MEAN_BLOCK, MEAN_TOKENS,
-    HIGHEST, LOWEST, MIN_ALPHA,
-    BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, G: tl.constexpr,
-    R: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, CHOSEN: tl.constexpr, PIECES: tl.constexpr, SINK_PARTS: tl.constexpr,
-    MEANED: tl.constexpr, SEARCH: tl.constexpr, STRIDE: tl.constexpr, CAP: tl.constexpr,
-    SPAN: tl.constexpr, CENTRED: tl.constexpr, NORMS: tl.constexpr, REUSE: tl.constexpr,
-    TOKENS: tl.constexpr, PDL: tl.constexpr,
+    p_queries, fresh, plan, p_ids, held, window, kept, parts, summary, means, scaling, softcap, Q_TOKEN, PROGRAMS, K, SINKS,
+    LOCAL, EVERY, PHASE,
+    BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+    BK: tl.constexpr, CHOSEN: tl.constexpr, PIECES: tl.constexpr, SINK_PARTS: tl.constexpr, MEANED: tl.constexpr,
+    SEARCH: tl.constexpr, STRIDE: tl.constexpr, CAP: tl.constexpr, REUSE: tl.constexpr, TOKENS: tl.constexpr,
+    SUMMARISE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (token and KV head, part), PROGRAMS of each pair: CHOSEN parts of R selected rows, PIECES that summarise and keep
     the new token, then SINK_PARTS and the window's parts of W rows each, unless `window_kernel` attends to it. Other launches
-    fill the later ones of the PARTS of the merge.
+    fill the later ones of the parts of the merge.
 
-    queries, keys, values: token b begins at element b * TOKEN. plan, fire: of `plan_kernel`, for these tokens. TOKENS: most of
-    one sequence; they lie side by side. ids `[·, K]`: the selections of this launch's tokens; out, lse: theirs, PARTS each.
-    pool `[blocks, HEADS, BLOCK, 2, D]`: rows on the host, addressed by table; window, window_table: the recent rows, PAGE
-    tokens per block (`window_place`); both tables by row of the batch. page_means (MEANED): of MEAN_TOKENS tokens,
-    `[HEADS, BLOCK / MEAN_TOKENS, 2 D]` in blocks with stride MEAN_BLOCK; a piece computes the mean of a page that ends with
-    the new token. sinks `[·, HEADS, SINKS, 2, D]`, by row of the batch, kept `[2, ·, HEADS, K, 2, D]`, kept_ids
-    `[3, ·, HEADS, K]`, whose last third is -1: rows of the step before (only with REUSE). Codes as in `encode_one`, blocks with
-    stride BYTES in bytes.
+    queries: token b begins at element b * Q_TOKEN. fresh, plan, ids `[·, K]`, the selections, kept.read and parts begin with
+    this launch's first token; TOKENS: most of one sequence, which lie side by side. held, window and kept are those of the
+    layer. The first PIECES - MEANED - 1 pieces call SUMMARISE with `summary`, as `cache.paged_rows.summarise_nothing`; with MEANED, a piece computes the mean of a page that ends
+    with the new token. Only with REUSE rows of the step before are read.
 
     The new token, and those of its sequence before it in the pass, are attended to where the model put them. It is stored in
-    the window's pages and as code, and with the last token of a run (`run_start`) the rows of the run go to the host: many
-    small writes to it are slow, because each of them needs a page's address. bad[b] becomes 1 if the token is not finite. No
-    token reads what another one of the pass stores: the window has all of them, and sinks and zone end before it.
+    the window's pages, and with the last token of a run (`run_start`) the rows of the run go to the host: many small writes to
+    it are slow, because each of them needs a page's address. No token reads what another one of the pass stores: the window has
+    all of them, and sinks and zone end before it.
     """
+    HEADS = held.HEADS
     i_pair, i_p = readers_first(tl.program_id(0), tl.num_programs(0) // PROGRAMS, CHOSEN)
     i_b, i_kv = i_pair // HEADS, i_pair % HEADS
-    p_own, length = p_plan + i_b * STRIDE + SEARCH, tl.load(p_plan + i_b * STRIDE + SEARCH)
+    p_own, length = plan.rows + i_b * STRIDE + SEARCH, tl.load(plan.rows + i_b * STRIDE + SEARCH)
     i_row = tl.load(p_own + 1).to(tl.int64)
-    p_blocks, p_recent = p_table + i_row * TABLE, p_window_table + i_row * WINDOW_TABLE
+    p_blocks, p_pages = held.table + i_row * held.TABLE, window.table + i_row * window.TABLE
     o_d = tl.arange(0, BD)
     newest, ends = length - 1, tl.maximum(length - LOCAL, 0)
-    p_key = p_keys + i_b.to(tl.int64) * K_TOKEN + i_kv * D
-    o_part = i_pair.to(tl.int64) * G * PARTS
-    p_part, p_part_lse = p_out + o_part * D, p_lse + o_part
+    o_part = i_pair.to(tl.int64) * G * parts.COUNT
+    p_part, p_part_lse = parts.out + o_part * D, parts.lse + o_part
     p_query = p_queries + i_b.to(tl.int64) * Q_TOKEN + i_kv * G * D
     if i_p < CHOSEN:
         begin(PDL)  # only readers of selected rows depend on the search
@@ -315,48 +280,27 @@ def paged_step_kernel(
         o_k = i_p * R + tl.arange(0, R)
         now, then = tl.load(p_own + 3).to(tl.int64), tl.load(p_own + 4).to(tl.int64)
         i_now, i_then = tl.where(now >= 0, now * HEADS + i_kv, -1), then * HEADS + i_kv
-        if tl.load(p_fire + i_b) != 0:
+        if tl.load(plan.fire + i_b) != 0:
             b_id = tl.load(p_ids + i_pair * K + o_k, mask=o_k < K, other=-1)
-            b_k, b_v = selected_rows(p_pool, p_blocks, p_kept_ids, p_kept, i_now, i_then, p_read + i_b, b_id, o_k, i_kv, HEADS,
-                                     K, BLOCK, D, BD, BK, REUSE)  # fmt: skip
-            attend_block(p_query, p_part, p_part_lse, i_p, b_k, b_v, b_id >= 0, scaling, softcap, D, BD, G, PARTS, CAP)
+            b_k, b_v = selected_rows(held.pool, p_blocks, kept.ids, kept.rows, i_now, i_then, kept.read + i_b, b_id, o_k, i_kv,
+                                     HEADS, K, BLOCK, D, BD, BK, REUSE)  # fmt: skip
+            attend_block(p_query, p_part, p_part_lse, i_p, b_k, b_v, b_id >= 0, scaling, softcap, D, BD, G, parts.COUNT, CAP)
         else:
-            empty_part(p_part_lse, i_p, G, PARTS)
+            empty_part(p_part_lse, i_p, G, parts.COUNT)
             if REUSE:
-                tl.store(p_kept_ids + i_now * K + o_k, -1, mask=(o_k < K) & (i_now >= 0))
-    elif i_p < CHOSEN + PIECES - MEANED - 1:
-        if length > 0:
-            i_piece = i_p - CHOSEN
-            b_key = tl.load(p_key + o_d, mask=o_d < D, other=0.0).to(tl.float32)
-            row, block = i_kv * BLOCK + newest % BLOCK, tl.load(p_blocks + newest // BLOCK).to(tl.int64)
-            p_map, p_mean, span = p_maps + i_kv.to(tl.int64) * MAP, p_means + i_kv * D, newest // SPAN
-            if NORMS:  # noqa: SIM102 - one is the compiler's
-                if i_piece * ROWS >= D:
-                    measure_one(b_key, p_map, p_mean, MEANS, p_cos, p_sin, span, p_norms + block * BYTES + row, D, BD, ROWS,
-                                CENTRED)  # fmt: skip
-            m_zero = encode_one(b_key, p_map, p_mean, MEANS, p_cos, p_sin, span, p_levels, p_thresholds,
-                                p_signs + block * BYTES, p_magnitudes + block * BYTES,
-                                p_weights + block * numbers_of(p_weights, BYTES), row, i_piece * ROWS, HIGHEST, LOWEST,
-                                MIN_ALPHA, D, BD, S, ROWS, CENTRED)  # fmt: skip
-            if m_zero:
-                tl.store(p_zero_norms + i_kv, 1)
-    elif i_p < CHOSEN + PIECES - 1:
-        if MEANED:  # noqa: SIM102 - one is the compiler's
-            if (length > 0) & (length % MEAN_TOKENS == 0):
-                first = length - MEAN_TOKENS
-                row, block = (i_kv * BLOCK + first % BLOCK) // MEAN_TOKENS, tl.load(p_blocks + newest // BLOCK).to(tl.int64)
-                p_mean, before = p_page_means + block * MEAN_BLOCK + row * (2 * D), tl.load(p_own + 2)
-                p_value = p_values + (i_b - before).to(tl.int64) * V_TOKEN + i_kv * D
-                take_mean(p_mean, first, p_key - before.to(tl.int64) * K_TOKEN, p_value, newest - before, ends, p_pool,
-                          p_blocks, p_window, p_recent, i_kv, K_TOKEN, V_TOKEN, HEADS, MEAN_TOKENS, SINKS, PAGE, W_BLOCK,
-                          W_HEAD, W_TOKEN, BLOCK, D, BD, R)  # fmt: skip
+                tl.store(kept.ids + i_now * K + o_k, -1, mask=(o_k < K) & (i_now >= 0))
     elif i_p < CHOSEN + PIECES:
-        if (length > 0) & (run_start(length, PHASE, EVERY, BLOCK) == length):
-            before = tl.load(p_own + 2)
-            p_value = p_values + (i_b - before).to(tl.int64) * V_TOKEN + i_kv * D
-            store_run(p_key - before.to(tl.int64) * K_TOKEN, p_value, run_start(newest, PHASE, EVERY, BLOCK), newest - before,
-                      length, p_pool, p_blocks, p_window, p_recent, i_kv, K_TOKEN, V_TOKEN, HEADS, PAGE, W_BLOCK, W_HEAD,
-                      W_TOKEN, BLOCK, D, BD, R)  # fmt: skip
+        if length > 0:
+            rows = head_rows(fresh, window, held, i_b.to(tl.int64), tl.load(p_own + 2), newest, ends, i_row, i_kv, D)
+            if i_p < CHOSEN + PIECES - MEANED - 1:
+                SUMMARISE(summary, i_p - CHOSEN, newest, rows, BLOCK, D, BD)
+            elif i_p < CHOSEN + PIECES - 1:
+                if MEANED:  # noqa: SIM102 - one is the compiler's
+                    if length % means.TOKENS == 0:
+                        p_mean = mean_place(means, p_blocks, length - means.TOKENS, i_kv, BLOCK, D)
+                        take_mean(rows, p_mean, length - means.TOKENS, means.TOKENS, SINKS, BLOCK, D, BD, R)
+            elif run_start(length, PHASE, EVERY, BLOCK) == length:
+                store_run(rows, run_start(newest, PHASE, EVERY, BLOCK), length, BLOCK, D, BD, R)
     else:
         i_part = i_p - PIECES
         of_sinks, i_tile = i_part < CHOSEN + SINK_PARTS, i_part - CHOSEN
@@ -367,15 +311,15 @@ def paged_step_kernel(
             m_r = o_r < stop
             if of_sinks:
                 # Kept sinks of the step before, or sinks from the host.
-                kept = 0
+                count = 0
                 if REUSE:
-                    kept = tl.load(p_own + 5)
-                m_kept, m_host = o_r < kept, m_r & (o_r >= kept)
+                    count = tl.load(p_own + 5)
+                m_kept, m_host = o_r < count, m_r & (o_r >= count)
                 m_kept_row, m_host_row = m_kept[:, None] & (o_d < D)[None, :], m_host[:, None] & (o_d < D)[None, :]
-                p_row = p_pool + row_offset(p_blocks, o_r, m_host, i_kv, HEADS, BLOCK, D)[:, None] + o_d[None, :]
+                p_row = held.pool + row_offset(p_blocks, o_r, m_host, i_kv, HEADS, BLOCK, D)[:, None] + o_d[None, :]
                 b_k, b_v = tl.load(p_row, mask=m_host_row, other=0.0), tl.load(p_row + D, mask=m_host_row, other=0.0)
                 if REUSE:
-                    p_kept_row = p_sinks + ((i_row * HEADS + i_kv) * SINKS + o_r)[:, None] * (2 * D) + o_d[None, :]
+                    p_kept_row = kept.sinks + ((i_row * HEADS + i_kv) * SINKS + o_r)[:, None] * (2 * D) + o_d[None, :]
                     # Only a sequence's first token of the pass keeps sinks; all its tokens find them there in the next step.
                     m_keep_row = m_host_row & (tl.load(p_own + 2) == 0) & (tl.load(p_own + 3) >= 0)
                     tl.store(p_kept_row, b_k, mask=m_keep_row)
@@ -383,42 +327,49 @@ def paged_step_kernel(
                     b_k = tl.where(m_kept_row, tl.load(p_kept_row, mask=m_kept_row, other=0.0), b_k)
                     b_v = tl.where(m_kept_row, tl.load(p_kept_row + D, mask=m_kept_row, other=0.0), b_v)
             else:
-                o_place = window_place(p_recent, o_r, i_kv, m_r, PAGE, W_BLOCK, W_HEAD, W_TOKEN)
-                p_row = p_window + o_place[:, None] + o_d[None, :]
+                p_row = window.rows + window_place(window, p_pages, o_r, i_kv, m_r)[:, None] + o_d[None, :]
                 m_row, m_new = m_r[:, None] & (o_d < D)[None, :], (o_r == newest)[:, None]
                 o_key, o_value = o_d[None, :], o_d[None, :]
                 if TOKENS > 1:  # the tokens of its sequence before it in the pass, too
                     m_new = (o_r >= newest - tl.load(p_own + 2))[:, None]
                     o_before = tl.where(m_new & m_row, (o_r - newest)[:, None], 0).to(tl.int64)
-                    o_key, o_value = o_before * K_TOKEN + o_d[None, :], o_before * V_TOKEN + o_d[None, :]
-                p_value = p_values + i_b.to(tl.int64) * V_TOKEN + i_kv * D
+                    o_key = o_before * fresh.K_TOKEN + o_d[None, :]
+                    o_value = o_before * fresh.V_TOKEN + o_d[None, :]
+                p_key = fresh.k + i_b.to(tl.int64) * fresh.K_TOKEN + i_kv * D
+                p_value = fresh.v + i_b.to(tl.int64) * fresh.V_TOKEN + i_kv * D
                 b_k = tl.load(tl.where(m_new, p_key + o_key, p_row), mask=m_row, other=0.0)
                 b_v = tl.load(tl.where(m_new, p_value + o_value, p_row + D), mask=m_row, other=0.0)
                 if newest < first + W:  # no other program reads or writes this row
-                    p_here = p_window + window_place(p_recent, newest, i_kv, length > 0, PAGE, W_BLOCK, W_HEAD, W_TOKEN)
-                    store_new(p_key, p_value, p_here, p_bad + i_b, D, BD)
-            attend_block(p_query, p_part, p_part_lse, i_part, b_k, b_v, m_r, scaling, softcap, D, BD, G, PARTS, CAP)
+                    p_here = window.rows + window_place(window, p_pages, newest, i_kv, length > 0)
+                    store_new(p_key, p_value, p_here, plan.bad + i_b, D, BD)
+            attend_block(p_query, p_part, p_part_lse, i_part, b_k, b_v, m_r, scaling, softcap, D, BD, G, parts.COUNT, CAP)
         else:
-            empty_part(p_part_lse, i_part, G, PARTS)
+            empty_part(p_part_lse, i_part, G, parts.COUNT)
     end(PDL)
 
 
-@triton.jit(do_not_specialize=["p_table", "p_recent", "past", "PHASE"])
+@triton.jit
+def mean_place(means, p_blocks, first, i_kv, BLOCK: tl.constexpr, D: tl.constexpr):
+    """Where the mean of the page that begins at position `first` lies, for one KV head of a sequence with these blocks."""
+    block = tl.load(p_blocks + first // BLOCK).to(tl.int64)
+    return means.rows + block * means.STRIDE + (i_kv * BLOCK + first % BLOCK) // means.TOKENS * (2 * D)
+
+
+@triton.jit(do_not_specialize=["i_row", "past", "PHASE"])
 def run_kernel(
-    p_pool, p_table, p_window, p_recent, past, HEADS, EVERY, PHASE, PAGE, W_BLOCK, W_HEAD, W_TOKEN,
-    BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, W: tl.constexpr,
-):  # fmt: skip
-    """Program (KV head): copies the run that `past` tokens of a sequence have begun from the window's pages to the host. table,
-    recent: its blocks; the rest as in `paged_step_kernel`."""
-    start = run_start(past, PHASE, EVERY, BLOCK)
-    store_run(p_window, p_window, start, past, past, p_pool, p_table, p_window, p_recent, tl.program_id(0), 0, 0, HEADS, PAGE,
-              W_BLOCK, W_HEAD, W_TOKEN, BLOCK, D, BD, W)  # fmt: skip
+    held, window, i_row, past, EVERY, PHASE, BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, W: tl.constexpr
+):
+    """Program (KV head): copies the run that `past` tokens of a sequence, in this row of the batch, have begun from the window's
+    pages to the host; the rest as in `paged_step_kernel`."""
+    none = Fresh(window.rows, window.rows, 0, 0)
+    rows = head_rows(none, window, held, 0, 0, past, 0, i_row.to(tl.int64), tl.program_id(0), D)
+    store_run(rows, run_start(past, PHASE, EVERY, BLOCK), past, BLOCK, D, BD, W)
 
 
 @triton.jit(do_not_specialize=["p_slots", "p_window_slots", "tokens"])
 def store_kernel(
-    p_keys, p_values, p_slots, p_window_slots, p_pool, p_window, p_bad, tokens, K_TOKEN, V_TOKEN, HEADS, PAGE, W_BLOCK, W_HEAD,
-    W_TOKEN, BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr,
+    fresh, p_slots, p_window_slots, held, window, p_bad, tokens,
+    BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Program (T tokens, KV head): stores tokens of prompts in their blocks on the host and in the window's pages.
 
@@ -429,34 +380,32 @@ def store_kernel(
     m_t, m_d = o_t < tokens, (o_d < D)[None, :]
     b_slot = tl.load(p_slots + o_t, mask=m_t, other=-1)
     b_recent = tl.load(p_window_slots + o_t, mask=m_t, other=-1)
-    m_row = (b_slot >= 0)[:, None] & m_d
-    b_k = tl.load(p_keys + (o_t.to(tl.int64) * K_TOKEN + i_kv * D)[:, None] + o_d[None, :], mask=m_row, other=0.0)
-    b_v = tl.load(p_values + (o_t.to(tl.int64) * V_TOKEN + i_kv * D)[:, None] + o_d[None, :], mask=m_row, other=0.0)
+    m_row, o_long = (b_slot >= 0)[:, None] & m_d, o_t.to(tl.int64)
+    b_k = tl.load(fresh.k + (o_long * fresh.K_TOKEN + i_kv * D)[:, None] + o_d[None, :], mask=m_row, other=0.0)
+    b_v = tl.load(fresh.v + (o_long * fresh.V_TOKEN + i_kv * D)[:, None] + o_d[None, :], mask=m_row, other=0.0)
     flag_odd(p_bad, b_k, b_v)
-    o_host = ((b_slot // BLOCK * HEADS + i_kv) * BLOCK + b_slot % BLOCK) * (2 * D)
-    p_host = p_pool + o_host[:, None] + o_d[None, :]
+    o_host = ((b_slot // BLOCK * held.HEADS + i_kv) * BLOCK + b_slot % BLOCK) * (2 * D)
+    p_host = held.pool + o_host[:, None] + o_d[None, :]
     tl.store(p_host, b_k, mask=m_row)
     tl.store(p_host + D, b_v, mask=m_row)
     m_recent = (b_recent >= 0)[:, None] & m_row
-    o_recent = b_recent // PAGE * W_BLOCK + i_kv * W_HEAD + b_recent % PAGE * W_TOKEN
-    p_here = p_window + o_recent[:, None] + o_d[None, :]
+    o_recent = b_recent // window.PAGE * window.BLOCK + i_kv * window.HEAD + b_recent % window.PAGE * window.TOKEN
+    p_here = window.rows + o_recent[:, None] + o_d[None, :]
     tl.store(p_here, b_k, mask=m_recent)
     tl.store(p_here + D, b_v, mask=m_recent)
 
 
-@triton.jit(do_not_specialize=["p_table", "past"])
+@triton.jit(do_not_specialize=["i_row", "past"])
 def mean_kernel(
-    p_keys, p_values, p_pool, p_table, p_page_means, past, K_TOKEN, V_TOKEN, HEADS, MEAN_BLOCK, MEAN_TOKENS, SINKS,
+    fresh, held, window, means, i_row, past, SINKS,
     BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Program (page, KV head): the mean of a page that a chunk of a prompt completes.
 
-    keys, values: of the chunk, after `past` tokens of its sequence with rows on the host. table: its blocks. Others as in
+    fresh: the chunk, after `past` tokens of the sequence in this row of the batch, whose rows are on the host. Others as in
     `paged_step_kernel`. Bytes: 4 D per token, read once.
     """
     i_kv = tl.program_id(1)
-    first = (past // MEAN_TOKENS + tl.program_id(0)) * MEAN_TOKENS
-    row = (i_kv * BLOCK + first % BLOCK) // MEAN_TOKENS
-    p_mean = p_page_means + tl.load(p_table + first // BLOCK).to(tl.int64) * MEAN_BLOCK + row * (2 * D)
-    take_mean(p_mean, first, p_keys + i_kv * D, p_values + i_kv * D, past, past, p_pool, p_table, p_keys, p_table, i_kv,
-              K_TOKEN, V_TOKEN, HEADS, MEAN_TOKENS, SINKS, 1, 0, 0, 0, BLOCK, D, BD, T)  # fmt: skip
+    first = (past // means.TOKENS + tl.program_id(0)) * means.TOKENS
+    rows = head_rows(fresh, window, held, 0, 0, past, past, i_row.to(tl.int64), i_kv, D)
+    take_mean(rows, mean_place(means, rows.blocks, first, i_kv, BLOCK, D), first, means.TOKENS, SINKS, BLOCK, D, BD, T)

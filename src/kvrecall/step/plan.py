@@ -5,15 +5,11 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
 from kvrecall.core.launch import cdiv
-from kvrecall.index.sphere.config import SphereConfig
-from kvrecall.index.sphere.plan import SEARCH_FIELDS
-from kvrecall.index.sphere.schedule import as_steps
+from kvrecall.index.base import SEARCH_FIELDS, IndexConfig
 from kvrecall.methods.base import Method
 
 OWN_FIELDS = 6
@@ -43,7 +39,7 @@ class PassPlan:
     """
 
     def __init__(
-        self, most: int, longest: int, method: Method, index: SphereConfig, block_size: int, device: torch.device,
+        self, most: int, longest: int, method: Method, index: IndexConfig, block_size: int, device: torch.device,
         drafts: int = 0,
     ) -> None:  # fmt: skip
         """most: rows of a batch. longest: tokens of a sequence. block_size: tokens per block. drafts: tokens that a row may
@@ -54,7 +50,7 @@ class PassPlan:
         self._local, self._sinks, self._top_k = method.local_tokens, method.sink_tokens, method.top_k
         means = method.rest_config()
         self._mean_tokens = 1 if means is None else means.page_tokens
-        self._candidates = candidates(index, longest, method.top_k).to(device)
+        self._candidates = index.paged_candidates(longest, method.top_k).to(device)
         self.rows = torch.zeros(tokens, ROW, dtype=torch.int32, device=device)
         self.fire = torch.zeros(tokens, dtype=torch.int32, device=device)
         self.pages = torch.zeros(tokens, dtype=torch.int32, device=device)
@@ -78,15 +74,3 @@ class PassPlan:
                 BLOCK=self._block_size, SEARCH=SEARCH_FIELDS, STRIDE=ROW, TOKENS=self._tokens, T=128, num_warps=1,
             )  # fmt: skip
         return self._decoded if self._tokens > 1 else blocks
-
-
-def candidates(index: SphereConfig, longest: int, top_k: int) -> Tensor:
-    """int32 `[longest + 1]`: how many tokens of a zone are reranked, by its length; as `stage_sizes`."""
-    steps = as_steps(index.schedule)
-    ends = [0, *(min(longest + 1, step.below_tokens or longest + 1) for step in steps)]
-    least = max(index.min_candidates_per_k, 1) * top_k
-    made = []
-    for step, (start, stop) in zip(steps, pairwise(ends), strict=True):
-        tokens = torch.arange(start, max(start, stop), dtype=torch.float64, device="cpu")
-        made.append(torch.minimum(tokens, torch.ceil(tokens * step.candidate_ratio).clamp_min(least)))
-    return torch.cat(made).to(torch.int32)

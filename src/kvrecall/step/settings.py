@@ -11,7 +11,6 @@ from kvrecall.core.errors import CompositionError, ParameterError, UnknownNameEr
 from kvrecall.core.launch import cdiv
 from kvrecall.index.base import IndexConfig
 from kvrecall.index.page_means import PageMeans
-from kvrecall.index.sphere.config import SphereConfig
 from kvrecall.methods.base import Method
 from kvrecall.methods.registry import get, method_class, names
 from kvrecall.methods.settings import from_settings
@@ -160,11 +159,8 @@ class Settings:
     def check_gpu(self) -> None:
         """Raises errors of `kvrecall.core.errors` for settings without a kernel."""
         index, method = self.index, self.method
-        if not isinstance(index, SphereConfig):
-            remedy = 'Serve pariskv-balanced, or pariskv with "stage1": "product".'
-            raise ParameterError("method", "one with kernels over pages on a GPU", method.name, remedy)
-        if index.gqa == "per_head":
-            raise ParameterError("gqa", "a mode in which heads share a selection", index.gqa, "Leave it out.")
+        if why := index.why_unpaged_on_gpu():
+            raise CompositionError(f"vLLM on a GPU with method={method.name}", why, f"Serve {DEFAULT}.")
         if method.top_k is not None and method.top_k > _MOST_SELECTED:
             told = f"at most {_MOST_SELECTED} on a GPU"
             raise ParameterError("top_k", told, method.top_k, "Take fewer, and more local_tokens.")

@@ -128,7 +128,9 @@ class RetrievalBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
         self._drafts, size = engine.drafts, kv_cache_spec.block_size
         self.reorder_batch_threshold = 1 + self._drafts  # decoding sequences, with their drafts, come first in a batch
         if device.type == "cuda":
-            self.plan = PassPlan(engine.most, engine.longest, engine.settings.method, engine.codes, size, device, self._drafts)
+            self.plan = PassPlan(
+                engine.most, engine.longest, engine.settings.method, engine.settings.index, size, device, self._drafts
+            )
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> RetrievalMetadata:
         told, size = common_attn_metadata, self.kv_cache_spec.block_size

@@ -26,7 +26,6 @@ from kvrecall.core.cuda import to_device
 from kvrecall.core.errors import CompositionError, KVRecallError, ParameterError, SessionError
 from kvrecall.core.structs import AttentionParams
 from kvrecall.index.base import LayerShape
-from kvrecall.index.sphere.config import SphereConfig
 from kvrecall.index.statistics import KeyStatistics, LayerStatistics
 from kvrecall.step.counts import Counts, forget
 from kvrecall.step.device import DeviceLayer, Scratch, searched_together
@@ -106,13 +105,6 @@ class EngineState:
     def longest(self) -> int:
         """Most tokens of a sequence."""
         return self._config.model_config.max_model_len
-
-    @property
-    def codes(self) -> SphereConfig:
-        """The index, which must have kernels."""
-        index = self.settings.index
-        assert isinstance(index, SphereConfig)
-        return index
 
     def host_blocks(self, blocks: int, shape: LayerShape, block_size: int) -> HostBlocks:
         """Memory for the rows of a layer. Raises ParameterError for rows on the device that vLLM has not counted."""
@@ -248,7 +240,7 @@ class EngineState:
         """A layer on a GPU; layers of one shape share scratch."""
         known, settings = self._scratch.get(shape), self.settings
         layer = DeviceLayer(
-            number, shape, settings.method, self.codes, params, self.most, self.longest, known,
+            number, shape, settings.method, settings.index, params, self.most, self.longest, known,
             keeps=settings.residency == "host", drafts=self.drafts,
         )  # fmt: skip
         self._scratch[shape] = layer.scratch
@@ -258,8 +250,7 @@ class EngineState:
     @property
     def needs_statistics(self) -> bool:
         """Whether codes depend on statistics of the model's keys."""
-        index = self.settings.index
-        return isinstance(index, SphereConfig) and index.needs_statistics
+        return self.settings.index.needs_statistics
 
     def no_statistics(self, number: int, shape: LayerShape) -> LayerStatistics | None:
         """In place of a layer's statistics until `compute_statistics` knows them; None if the method needs none."""

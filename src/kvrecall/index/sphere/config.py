@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from torch import Tensor
 
 from kvrecall.cache.blocks import block_size_on
 from kvrecall.core.errors import ParameterError, UnknownNameError
-from kvrecall.index.base import Captured, IndexConfig, LayerShape
+from kvrecall.index.base import Captured, IndexConfig, LayerShape, PagedKernels, PagedSizes
 from kvrecall.index.sphere.maps import Maps
 from kvrecall.index.sphere.pages import CodeLayout
 from kvrecall.index.sphere.schedule import PAPER_SCHEDULE, RatioStep, as_steps, check_schedule
@@ -104,6 +106,25 @@ class SphereConfig(IndexConfig):
         from kvrecall.index.sphere import PagedCodes
 
         return PagedCodes(self, shape, block_size)
+
+    def why_unpaged_on_gpu(self) -> str:
+        return "gqa=per_head searches for each head, and kernels over blocks for a group" if self.gqa == "per_head" else ""
+
+    def paged_kernels(self, shape: LayerShape, sizes: PagedSizes, like: PagedKernels | None = None) -> PagedKernels:
+        from kvrecall.index.sphere.kernels.paged import CodeKernels
+
+        assert like is None or isinstance(like, CodeKernels)
+        return CodeKernels(self, shape, sizes, like)
+
+    def paged_candidates(self, longest: int, top_k: int) -> Tensor:
+        """As `stage_sizes`."""
+        ends = [0, *(min(longest + 1, step.below_tokens or longest + 1) for step in self.steps)]
+        least = max(self.min_candidates_per_k, 1) * top_k
+        made = []
+        for step, (start, stop) in zip(self.steps, pairwise(ends), strict=True):
+            tokens = torch.arange(start, max(start, stop), dtype=torch.float64, device="cpu")
+            made.append(torch.minimum(tokens, torch.ceil(tokens * step.candidate_ratio).clamp_min(least)))
+        return torch.cat(made).to(torch.int32)
 
     def shared_nbytes(self, shape: LayerShape, layers: int, tokens: int) -> int:
         table = Maps.turns_nbytes(shape.head_dim, tokens) if self.center else 0
