@@ -330,6 +330,13 @@ def test_tokens_are_summarised_as_they_are_stored() -> None:
         assert torch.equal(*rows) and torch.equal(rows[0][:, :, 0], plain.index.tables["keys"].gather(b))
 
 
+@pytest.mark.parametrize("gqa", ["mean_softmax", "max_softmax", "max"])
+def test_a_zone_with_fewer_tokens_than_the_budget(gqa: str) -> None:
+    """No token of the window is found, whatever makes a rank of scores."""
+    plain, other = both(kvrecall.Exact(top_k=40, gqa=gqa, **ZONES), 2, [40, 35], small=True)
+    go_on(plain, other, 9, 1000)
+
+
 def test_a_dense_layer() -> None:
     method = kvrecall.LouisKV(top_k=9, **CLUSTERS | ZONES | {"dense_layers": (0,)})
     plain, other = both(method, 6, [74, 55])

@@ -15,13 +15,13 @@ from tests.step import test_paged as paged
 from tests.step.on_device import MOST, PAGE, Device
 from tests.step.test_paged import DIM, HEADS, SHAPE, SIZE, cut, dense, method_of, tokens
 
-GIVEN = paged.GIVEN[:2]
+GIVEN = [*paged.GIVEN[:2], *paged.GIVEN[3:]]
 
 
 EACH_WAY = pytest.mark.parametrize(
     ("given", "many"),
-    [(GIVEN[0], 16), (GIVEN[1], 16), (GIVEN[0], 1)],
-    ids=["balanced", "products", "window-alone"],
+    [(GIVEN[0], 16), (GIVEN[1], 16), (GIVEN[0], 1), (GIVEN[2], 16)],
+    ids=["balanced", "products", "window-alone", "exact"],
     indirect=["many"],
 )
 

@@ -74,10 +74,10 @@ def test_large_scores_do_not_overflow_the_softmax() -> None:
     assert reduced.tolist() == [0.5, 0.5, 0.0]
 
 
-def test_barred_keys_weigh_nothing() -> None:
+def test_excluded_keys_weigh_nothing_and_are_not_found() -> None:
     infinite = float("-inf")
     reduced = reduce_scores(torch.tensor([[0.0, infinite], [infinite, infinite]]), "mean_softmax", 1.0)
-    assert reduced.tolist() == [0.5, 0.0]
+    assert reduced.tolist() == [0.5, infinite]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -72,6 +72,7 @@ class Device:
             near += [self.recent[name][p // PAGE] * PAGE + p % PAGE for p in range(before, after)]
             begins.append(begins[-1] + len(q))
             lengths.append(after)
+        slots += [-1] * (1 + self.drafts) * padded
         begins, lengths, rows = begins + [begins[-1]] * padded, lengths + [0] * padded, (1 + self.drafts) * padded
         blocks, recent = (
             torch.tensor([(t[n] + [0] * 200)[:200] for n in new] + [[0] * 200] * padded, dtype=torch.int32, device=self.on)

@@ -103,7 +103,7 @@ def test_what_is_not_served_is_refused_by_name(given: Any, said: str) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"method": "exact"}, "a GPU with method=exact.*no kernels over blocks.*Serve pariskv-balanced"),
+        ({"method": "exact", "gqa": "per_head"}, "a GPU with method=exact.*gqa=per_head.*Serve pariskv-balanced"),
         ({"gqa": "per_head"}, "gqa=per_head searches for each head"),
         ({"top_k": 8192}, "top_k: expected at most 4096 on a GPU, got 8192"),
         ({"top_k": 4096, "local_tokens": 4096}, "local_tokens: expected at most 1920.*got 4096"),

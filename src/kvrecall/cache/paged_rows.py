@@ -23,8 +23,8 @@ class Fresh(NamedTuple):
 
 
 class Recent(NamedTuple):
-    """The window's pages, of PAGE tokens, and int32 `[·, TABLE]`, those of each row of the batch. BLOCK, HEAD, TOKEN: strides in
-    elements."""
+    """The window's pages, of PAGE tokens, and int32 `[·, TABLE]`, those of each row of the batch. BLOCK, HEAD, TOKEN: strides
+    in elements."""
 
     rows: Any
     table: Any
@@ -47,8 +47,8 @@ class Held(NamedTuple):
 class HeadRows(NamedTuple):
     """Rows of one sequence and KV head.
 
-    k, v: keys and values of its tokens in the pass, from position `new` on, K_TOKEN and V_TOKEN elements apart. pages: its pages
-    of the window, which hold positions from `recent` to `new` - 1. blocks: its blocks, which hold all earlier positions.
+    k, v: keys and values of its tokens in the pass, from position `new` on, K_TOKEN and V_TOKEN elements apart. pages: its
+    pages of the window, which hold positions from `recent` to `new` - 1. blocks: its blocks, which hold all earlier positions.
     """
 
     k: Any
@@ -66,8 +66,8 @@ class HeadRows(NamedTuple):
 
 @triton.jit
 def summarise_nothing(own, i_piece, newest, rows, BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
-    """How a step's kernel summarises a new token, at position `newest`, in pieces; here not at all. own: arguments of the index,
-    a named group without other groups in it, in which Triton 3.6 would lose constants. rows: a `HeadRows`."""
+    """How a step's kernel summarises a new token, at position `newest`, in pieces; here not at all. own: arguments of the
+    index, a named group without other groups in it, in which Triton 3.6 would lose constants. rows: a `HeadRows`."""
 
 
 @triton.jit

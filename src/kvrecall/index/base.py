@@ -158,7 +158,7 @@ class IndexConfig(Part, ABC):
         raise NotImplementedError(type(self).__name__)
 
     def paged_candidates(self, longest: int, top_k: int) -> Tensor:
-        """int32 `[longest + 1]`, on the CPU: how many tokens of a zone are reranked, by its length; 0 without a second stage."""
+        """int32 `[longest + 1]`, on the CPU: how many tokens of a zone are reranked, by its length; 0 without a stage II."""
         return torch.zeros(longest + 1, dtype=torch.int32, device="cpu")
 
     def shared_nbytes(self, shape: LayerShape, layers: int, tokens: int) -> int:
@@ -204,12 +204,15 @@ class PagedKernels(ABC):
     """The index of one layer over the blocks of an engine, on a GPU, as `PagedIndex` on the host. Its launches, or torch
     functions of fixed sizes, never wait for the device, so a step can be recorded.
 
-    ids: int32 `[together, H_kv, K]`, the last selections, ascending, padded with -1. programs: how many programs of a step
-    summarise a new token (`summary`).
+    together: tokens of a pass that it searches at a time. ids: int32 `[together, H_kv, K]`, the last selections, ascending,
+    padded with -1. programs: how many programs of a step summarise a new token (`summary`). temporary_bytes: that a search
+    allocates for its time.
     """
 
+    together: int
     ids: Tensor
     programs: int = 0
+    temporary_bytes: int = 0
 
     @abstractmethod
     def bind(self, pages: Tensor, block_size: int) -> None:
@@ -227,8 +230,8 @@ class PagedKernels(ABC):
         sequence. Earlier rows are on the host."""
 
     def store_decoded(self, keys: Tensor, slots: Tensor) -> None:  # noqa: B027 - optional: most summarise in the step's kernel
-        """Writes the summaries of decoded tokens `[n, H_kv, D]`, unless `summary` does. slots: int64 `[n]`, block * block_size +
-        offset, < 0 for none."""
+        """Writes the summaries of decoded tokens `[n, H_kv, D]`, unless `summary` does. slots: int64 `[n]`, block *
+        block_size + offset, < 0 for none."""
 
     def summary(self) -> tuple[Any, tuple[Any, ...]]:
         """The function of Triton that summarises a new token, and its arguments (as `cache.paged_rows.summarise_nothing`)."""
@@ -238,11 +241,13 @@ class PagedKernels(ABC):
 
     @abstractmethod
     def search(self, queries: Tensor, blocks: Tensor, plan: Tensor, fire: Tensor, scaling: float) -> None:
-        """Fills ids for queries `[n, H_q, D]`, contiguous. blocks: int32 `[n, W]`. plan: int32 `[n, row]`, first `SEARCH_FIELDS`
-        numbers: the end of the zone (its positions are sinks .. end - 1), and how many tokens are reranked; both 0 where
-        fire int32 `[n]` is 0: such tokens do not search, and keep their ids."""
+        """Fills ids for queries `[n, H_q, D]`, contiguous. blocks: int32 `[n, W]`. plan: int32 `[n, row]`, first
+        `SEARCH_FIELDS` numbers: the end of the zone (its positions are sinks .. end - 1), and how many tokens are reranked.
+        Both are 0 where fire int32 `[n]` is 0: such tokens do not search, and their ids are not read."""
 
 
+PER_HEAD = "gqa=per_head searches for each head, and kernels over blocks for a group"
+"""Why a GPU cannot search blocks in this mode."""
 SEARCH_FIELDS = 2
 """Numbers of a plan's row for the search (`PagedKernels.search`)."""
 

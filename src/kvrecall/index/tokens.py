@@ -26,11 +26,14 @@ from kvrecall.core.launch import cdiv, next_power_of_2
 from kvrecall.core.per_sequence import PerSequence
 from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.base import (
+    PER_HEAD,
     Captured,
     Index,
     IndexConfig,
     LayerShape,
     PagedIndex,
+    PagedKernels,
+    PagedSizes,
     RowSource,
     sink_ids,
     stack_selections,
@@ -43,6 +46,8 @@ from kvrecall.select.topk import top_k_positions, union_rows
 
 _PIECE_TOKENS = 8192
 """Tokens of each slot that are scored at a time: bounds the copy that is gathered from blocks."""
+_MOST_SCORES, _SCORE_BYTES = 1 << 25, 32
+"""Scores of a search over an engine's blocks at a time, and the bytes that its functions take for each."""
 
 
 class TokenIndex(PerSequence, Index):
@@ -159,6 +164,13 @@ class TokenConfig(IndexConfig):
     def paged(self, shape: LayerShape, block_size: int) -> PagedTokens:
         return PagedTokens(self, shape, block_size)
 
+    def why_unpaged_on_gpu(self) -> str:
+        return PER_HEAD if self.gqa == "per_head" else ""
+
+    def paged_kernels(self, shape: LayerShape, sizes: PagedSizes, like: PagedKernels | None = None) -> TokenKernels:
+        assert like is None or isinstance(like, TokenKernels)
+        return TokenKernels(self, shape, sizes, like)
+
 
 class KeyIndex(TableIndex):
     """The summaries of a `TokenConfig`."""
@@ -188,11 +200,7 @@ class PagedTokens(PagedIndex):
         self._config, self._shape, self._size = config, shape, block_size
 
     def bind(self, pages: Tensor) -> None:
-        heads, self._tables, start = self._shape.kv_heads, list[Tensor](), 0
-        for numbers, dtype in self._config.tables(self._shape).values():
-            stop = start + heads * self._size * numbers * dtype.itemsize
-            self._tables.append(pages[:, start:stop].view(dtype).unflatten(1, (heads, self._size, numbers)))
-            start = stop
+        self._tables = tables_in(pages, self._config, self._shape, self._size)
 
     def store(self, keys: Tensor, first: int, slots: Tensor) -> None:
         for table, rows in zip(self._tables, self._config.summaries(keys), strict=True):
@@ -206,6 +214,61 @@ class PagedTokens(PagedIndex):
             ranks = ranking(self._config.scores(query, rows), gqa, budget.scaling)
             found.append(best_tokens(ranks, budget.top_k, sink_ids(heads, sinks)))
         return stack_selections(found)
+
+
+def tables_in(pages: Tensor, config: TokenConfig, shape: LayerShape, block_size: int) -> list[Tensor]:
+    """Views `[blocks, H_kv, block_size, numbers]` of each table in pages uint8 `[blocks, n]`."""
+    made, start = [], 0
+    for numbers, dtype in config.tables(shape).values():
+        stop = start + shape.kv_heads * block_size * numbers * dtype.itemsize
+        made.append(pages[:, start:stop].view(dtype).unflatten(1, (shape.kv_heads, block_size, numbers)))
+        start = stop
+    return made
+
+
+class TokenKernels(PagedKernels):
+    """The summaries of a `TokenConfig` in an engine's pages on a GPU, by torch functions of fixed sizes: a search reads as many
+    summaries as a sequence may have."""
+
+    def __init__(self, config: TokenConfig, shape: LayerShape, sizes: PagedSizes, like: TokenKernels | None) -> None:
+        self._config, self._shape, self._sizes = config, shape, sizes
+        self.together = max(1, min(sizes.together, _MOST_SCORES // (shape.query_heads * sizes.longest)))
+        self.temporary_bytes = _SCORE_BYTES * self.together * shape.query_heads * sizes.longest
+        self._numbers = torch.arange(sizes.longest, device=shape.device) if like is None else like._numbers
+        if like is None:
+            counts = self.together, shape.kv_heads, sizes.top_k
+            self.ids = torch.full(counts, -1, dtype=torch.int32, device=shape.device)
+        else:
+            self.ids = like.ids
+
+    def bind(self, pages: Tensor, block_size: int) -> None:
+        self._tables, self._size = tables_in(pages, self._config, self._shape, block_size), block_size
+
+    def store(self, keys: Tensor, first: int, blocks: Tensor) -> None:
+        positions = torch.arange(first, first + keys.shape[1], device=keys.device)
+        self._write(keys.transpose(0, 1), blocks[positions // self._size], positions % self._size)
+
+    def store_decoded(self, keys: Tensor, slots: Tensor) -> None:
+        slots = slots.clamp_min(0)  # no sequence has block 0
+        self._write(keys, slots // self._size, slots % self._size)
+
+    def _write(self, keys: Tensor, blocks: Tensor, offsets: Tensor) -> None:
+        for table, rows in zip(self._tables, self._config.summaries(keys), strict=True):
+            table[blocks.long(), :, offsets] = rows.to(table.dtype)
+
+    def search(self, queries: Tensor, blocks: Tensor, plan: Tensor, fire: Tensor, scaling: float) -> None:
+        gqa, longest, ends = self._config.gqa, self._sizes.longest, plan[:, 0].view(-1, 1, 1, 1)
+        grouped = search_queries(queries, self._shape.kv_heads, gqa)
+        held = blocks[:, : cdiv(longest, self._size)].long().split(max(1, _PIECE_TOKENS // self._size), 1)
+        scored = [
+            self._config.scores(grouped, [table[some].transpose(1, 2).flatten(2, 3) for table in self._tables]) for some in held
+        ]
+        scores = torch.cat(scored, -1)[..., :longest].masked_fill(self._numbers >= ends, float("-inf"))
+        ranked = reduce_scores(scores, gqa, scaling).masked_fill(self._numbers < self._sizes.sinks, float("-inf"))
+        ids = top_k_positions(ranked, self._sizes.top_k)
+        last = torch.iinfo(torch.int32).max
+        found = torch.where(ranked.gather(-1, ids) > float("-inf"), ids, last).sort(-1).values
+        self.ids[: len(queries), :, : ids.shape[-1]] = torch.where(found == last, -1, found)
 
 
 class TokenStep(IndexStep):

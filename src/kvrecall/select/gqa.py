@@ -35,7 +35,8 @@ def search_queries(queries: Tensor, kv_heads: int, mode: str) -> Tensor:
 def reduce_scores(scores: Tensor, mode: str, scaling: float) -> Tensor:
     """Ranking scores of a group, fp32 `[..., G, C]` -> `[..., C]`, or `[..., G, C]` unchanged for `per_head`.
 
-    The softmax runs over the C given keys in float64, so that two implementations round to the same fp32 ranking.
+    The softmax runs over the C given keys in float64, so that two implementations round to the same fp32 ranking. A key that
+    all heads score with -inf ranks -inf: a share of 0 could be found.
     """
     if mode == "per_head":
         return scores
@@ -46,6 +47,6 @@ def reduce_scores(scores: Tensor, mode: str, scaling: float) -> Tensor:
         weights = torch.exp(shifted)
         total = weights.sum(-1, keepdim=True).clamp_min(1e-300)
         if mode == "mean_softmax":
-            return (weights / total).mean(-2).float()
+            return (weights / total).mean(-2).float().masked_fill(scores.isneginf().all(-2), float("-inf"))
         return (shifted - torch.log(total)).amax(-2).float()  # its logarithm: small shares must not underflow to ties
     return scores.amax(-2)

@@ -120,12 +120,11 @@ def searched_together(most: int, longest: int) -> int:
 class Scratch:
     """Scratch that all layers of one shape share. index: of one of them."""
 
-    def __init__(self, method: Method, index: PagedKernels, shape: LayerShape, together: int, longest: int) -> None:
-        """together: tokens that are searched at a time. longest: tokens of a sequence. For settings that `Settings.check_gpu`
-        accepts."""
+    def __init__(self, method: Method, index: PagedKernels, shape: LayerShape, longest: int) -> None:
+        """longest: tokens of a sequence. For settings that `Settings.check_gpu` accepts."""
         assert method.top_k is not None
         self.sinks, self.local, self.top_k = method.sink_tokens, method.local_tokens, method.top_k
-        self.index, self.together, self.longest, self.means = index, together, longest, method.rest_config()
+        self.index, self.together, self.longest, self.means = index, index.together, longest, method.rest_config()
         self.mean_tokens = 1 if self.means is None else self.means.page_tokens
         self.parts = own = Parts.of(method)
         self.mean_parts = 0
@@ -133,7 +132,7 @@ class Scratch:
             wanted = cdiv(longest // self.mean_tokens, DENSE_ROWS * _MEAN_TILES)
             self.mean_parts = max(1, min(_MOST_MEAN_PARTS, MOST_PARTS - own.total, wanted))
         self._query_heads = shape.query_heads
-        numbers = max(n * shape.query_heads * sum(self.shares(n)) for n in range(1, together + 1))
+        numbers = max(n * shape.query_heads * sum(self.shares(n)) for n in range(1, self.together + 1))
         with lasting_tensors():
             self._out = torch.zeros(numbers, shape.head_dim, dtype=torch.float32, device=shape.device)
             self._lse = torch.zeros(numbers, dtype=torch.float32, device=shape.device)
@@ -168,7 +167,7 @@ class DeviceLayer:
         together = searched_together(tokens, longest)
         sizes = PagedSizes(together, longest, method.top_k, method.sink_tokens, ROW)
         self.index = index.paged_kernels(shape, sizes, None if scratch is None else scratch.index)
-        self.scratch = scratch or Scratch(method, self.index, shape, together, longest)
+        self.scratch = scratch or Scratch(method, self.index, shape, longest)
         self._every = 1 << (min(_RUN, method.local_tokens - drafts).bit_length() - 1)
         """Most tokens whose rows are not on the host yet; they are in the window."""
         self._phase = number * _SPREAD % self._every
@@ -341,7 +340,8 @@ class DeviceLayer:
             out[chunk.tokens] = whole.out[0].transpose(0, 1)
 
     def rehearse(self, queries: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Allocates as a pass of prompts does, so that vLLM measures it: one chunk after one earlier piece."""
+        """Allocates as a pass does, so that vLLM measures it: a search, then a chunk of a prompt after one earlier piece."""
+        torch.empty(self.index.temporary_bytes, dtype=torch.uint8, device=self.shape.device)
         q, k, v = (x.transpose(0, 1) for x in (queries, keys, values))
         own = attend_causal(q, k, v, self._params.scaling, self._params.softcap)
         merge_in_turn([own], [self._past(q, torch.stack([k, v], 2), 2 * q.shape[1])])

@@ -146,8 +146,8 @@ def attend_more(b_q, b_k, b_v, m_r, b_peak, b_total, b_sum, scaling, softcap, CA
 
 
 class Plan(NamedTuple):
-    """Of the decoded tokens of a launch: rows int32 `[n, STRIDE]` and fire int32 `[n]` (`plan_kernel`). bad int32 `[n]` becomes 1
-    for a token that is not finite."""
+    """Of the decoded tokens of a launch: rows int32 `[n, STRIDE]` and fire int32 `[n]` (`plan_kernel`). bad int32 `[n]` becomes
+    1 for a token that is not finite."""
 
     rows: Any
     fire: Any
@@ -253,8 +253,8 @@ def paged_step_kernel(
 
     queries: token b begins at element b * Q_TOKEN. fresh, plan, ids `[·, K]`, the selections, kept.read and parts begin with
     this launch's first token; TOKENS: most of one sequence, which lie side by side. held, window and kept are those of the
-    layer. The first PIECES - MEANED - 1 pieces call SUMMARISE with `summary`, as `cache.paged_rows.summarise_nothing`; with MEANED, a piece computes the mean of a page that ends
-    with the new token. Only with REUSE rows of the step before are read.
+    layer. The first PIECES - MEANED - 1 pieces call SUMMARISE with `summary`, as `cache.paged_rows.summarise_nothing`. With
+    MEANED, a piece computes the mean of a page that ends with the new token. Only with REUSE rows of the step before are read.
 
     The new token, and those of its sequence before it in the pass, are attended to where the model put them. It is stored in
     the window's pages, and with the last token of a run (`run_start`) the rows of the run go to the host: many small writes to
@@ -359,8 +359,8 @@ def mean_place(means, p_blocks, first, i_kv, BLOCK: tl.constexpr, D: tl.constexp
 def run_kernel(
     held, window, i_row, past, EVERY, PHASE, BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, W: tl.constexpr
 ):
-    """Program (KV head): copies the run that `past` tokens of a sequence, in this row of the batch, have begun from the window's
-    pages to the host; the rest as in `paged_step_kernel`."""
+    """Program (KV head): copies the run that `past` tokens of a sequence, in this row of the batch, have begun from the
+    window's pages to the host; the rest as in `paged_step_kernel`."""
     none = Fresh(window.rows, window.rows, 0, 0)
     rows = head_rows(none, window, held, 0, 0, past, 0, i_row.to(tl.int64), tl.program_id(0), D)
     store_run(rows, run_start(past, PHASE, EVERY, BLOCK), past, BLOCK, D, BD, W)

@@ -27,8 +27,8 @@ _ENCODED_ROWS = 32
 
 
 class CodeArguments(NamedTuple):
-    """Of `summarise_code`: see `encode_kernel`. S: blocks of a key. ROWS: coordinates per piece; with NORMS one more piece measures
-    the key."""
+    """Of `summarise_code`: see `encode_kernel`. S: blocks of a key. ROWS: coordinates per piece; with NORMS one more piece
+    measures the key."""
 
     maps: Any
     means: Any
@@ -88,7 +88,7 @@ class CodeKernels(PagedKernels):
             )  # fmt: skip
         else:
             self._search = like._search.sharing(maps)
-        self.ids = self._search.ids
+        self.together, self.ids = sizes.together, self._search.ids
         self._centring = Centring.of(maps, sizes.longest)
         self.programs = cdiv(shape.head_dim, _ENCODED_ROWS) + index.norms
         with lasting_tensors():
