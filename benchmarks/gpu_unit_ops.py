@@ -16,9 +16,9 @@ from benchmarks.checks import require
 from benchmarks.gpu_layer import SHAPES
 from benchmarks.gpu_ops import Op, layers_for
 from kvrecall.index.units import Units, fill_budget, inner_products
-from kvrecall.index.units.pages import volume_scores
 from kvrecall.index.units.plan import UnitKind, plan_row
 from kvrecall.index.units.search import GpuUnitSearch
+from kvrecall.index.units.volumes import volume_scores
 from kvrecall.select.gqa import reduce_scores
 
 PAGE_TOKENS, CLUSTER_TOKENS = 32, 16
@@ -42,7 +42,7 @@ class UnitLayers:
         least = PAGE_TOKENS if self.volume else 1
         described = UnitKind(self.volume, ordered=self.volume, least_tokens=least)
         sizes = (1, self.heads, self.group, self.dim, MODE, described, self.top_k, self.count)
-        self.searches = [GpuUnitSearch(*sizes, units.reps) for units in self.units]
+        self.searches = [GpuUnitSearch(*sizes, units.reps.dtype, units.reps.device) for units in self.units]
         rows = [plan_row(u.reps, u.members, u.offsets, s.scores[0]) for u, s in zip(self.units, self.searches, strict=True)]
         self.plans = [torch.tensor([row], device="cuda") for row in rows]
         self.fire = torch.ones(1, dtype=torch.int32, device="cuda")
@@ -50,13 +50,13 @@ class UnitLayers:
     def score(self) -> None:
         """All units of every layer."""
         for search, plan in zip(self.searches, self.plans, strict=True):
-            search.score(self.queries, plan, self.fire, self.scaling)
+            search.score(self.queries, search.source(plan), self.fire, self.scaling)
 
     def fill(self) -> None:
         """From scores to ascending token ids, every layer."""
         for search, plan in zip(self.searches, self.plans, strict=True):
-            search.fill(self.queries.dtype, plan, self.fire, self.scaling, self.top_k)
-            search.expand(plan, self.fire, self.top_k)
+            search.fill(self.queries.dtype, search.source(plan), self.fire, self.scaling, self.top_k)
+            search.expand(search.source(plan), self.fire, self.top_k)
 
     def check(self) -> None:
         """Raises CheckError unless scores are the reference's within rounding, and ids but for a unit at the budget's edge."""

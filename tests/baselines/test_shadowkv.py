@@ -11,7 +11,7 @@ from torch import Tensor
 from kvrecall import methods
 from kvrecall.baselines.shadowkv import OutlierPages
 from kvrecall.core.errors import ParameterError
-from kvrecall.index.units.pages import volumes
+from kvrecall.index.units.volumes import volumes
 from kvrecall.methods import ShadowKV
 from kvrecall.static.choice import Observation
 from tests.baselines.course import Course, best, shared, taken

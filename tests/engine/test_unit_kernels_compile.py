@@ -32,9 +32,9 @@ def test_search_over_units(
     from kvrecall.index.units.plan import UnitKind, plan_row
     from kvrecall.index.units.search import GpuUnitSearch
 
-    volume, like = units > 200, torch.zeros(1, dtype=dtype)
+    volume = units > 200
     kind = UnitKind(volume, sized=not volume, ordered=volume, least_tokens=32 if volume else 1)
-    search = GpuUnitSearch(2, 2, group, dim, mode, kind, 100, units, like)
+    search = GpuUnitSearch(2, 2, group, dim, mode, kind, 100, units, dtype, torch.device("cpu"))
     reps = torch.zeros(2, 3, (1 + volume) * dim, dtype=dtype)
     row = plan_row(reps, torch.zeros(2, 9, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int32), search.scores[0])
     plan, fire = torch.tensor([row, row]), torch.ones(2, dtype=torch.int32)

@@ -17,7 +17,8 @@ from kvrecall.core.errors import ParameterError, UnknownNameError
 from kvrecall.core.pieces import run_all
 from kvrecall.core.structs import Budget
 from kvrecall.index.base import LayerShape
-from kvrecall.index.units.pages import PageConfig, PageIndex, volume_scores, volumes
+from kvrecall.index.units.pages import PageConfig, PageIndex
+from kvrecall.index.units.volumes import volume_scores, volumes
 from kvrecall.layer.state import LayerState
 from tests.one_layer import index_keys, layer
 from tests.strategies import DTYPES, SEEDS, examples, gaussian, generator, whole_numbers

@@ -15,13 +15,13 @@ from tests.step import test_paged as paged
 from tests.step.on_device import MOST, PAGE, Device
 from tests.step.test_paged import DIM, HEADS, SHAPE, SIZE, cut, dense, method_of, tokens
 
-GIVEN = [*paged.GIVEN[:2], *paged.GIVEN[3:]]
+GIVEN = [*paged.GIVEN[:2], *paged.GIVEN[3:], *paged.PAGES[:2], paged.PAGES[0] | {"page_tokens": 8, "gqa": "max_softmax"}]
 
 
 EACH_WAY = pytest.mark.parametrize(
     ("given", "many"),
-    [(GIVEN[0], 16), (GIVEN[1], 16), (GIVEN[0], 1), (GIVEN[2], 16)],
-    ids=["balanced", "products", "window-alone", "exact"],
+    [(GIVEN[0], 16), (GIVEN[1], 16), (GIVEN[0], 1), *((given, 16) for given in GIVEN[2:])],
+    ids=["balanced", "products", "window-alone", "exact", "quest", "arkvale", "small-pages"],
     indirect=["many"],
 )
 

@@ -35,6 +35,11 @@ GIVEN = [
     {"method": "pariskv", "stage1": "product", "gqa": "per_head"},
     {"method": "exact", **MEANS},
 ]
+PAGES = [
+    {"method": "quest", "dense_layers": []},
+    {"method": "arkvale", "gqa": "max"},
+    {"method": "quest", "dense_layers": [], "gqa": "per_head", "page_tokens": 1},
+]
 SMALL = {"sink_tokens": 5, "local_tokens": 33}
 
 
@@ -43,7 +48,7 @@ def method_of(given: dict, **more: object) -> Method:
 
 
 def short(given: dict) -> str:
-    return "-".join(value.split(":")[0] for value in given.values())
+    return "-".join(value.split(":")[0] for value in given.values() if isinstance(value, str))
 
 
 def statistics() -> LayerStatistics:
@@ -137,7 +142,7 @@ def close(out: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(out, wanted, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("given", GIVEN, ids=short)
+@pytest.mark.parametrize("given", [*GIVEN, *PAGES], ids=short)
 def test_chunks_and_steps_of_what_is_recent_are_dense(given: dict) -> None:
     bench, text = Bench(method_of(given, local_tokens=700)), tokens(700, 1)
     for start, stop in ((0, 1), (1, 200), (200, 463), (463, 690)):
@@ -149,7 +154,7 @@ def test_chunks_and_steps_of_what_is_recent_are_dense(given: dict) -> None:
     assert not bench.layer.stats.searches
 
 
-@pytest.mark.parametrize("given", GIVEN, ids=short)
+@pytest.mark.parametrize("given", [*GIVEN, *PAGES], ids=short)
 def test_a_step_attends_to_sinks_window_and_what_the_search_finds(given: dict) -> None:
     method, (q, k, v) = method_of(given, top_k=24), tokens(700, 13)
     bench = Bench(method)
@@ -171,6 +176,22 @@ def test_a_step_attends_to_sinks_window_and_what_the_search_finds(given: dict) -
         whole = Rows(torch.stack(rows)[None, None], counts, torch.stack(weights).expand(1, GROUP, -1))
         close(out[heads], attend_rows(q[None, -1:, heads].transpose(1, 2), whole, PARAMS.scaling).out[0, :, 0])
     assert (bench.layer.stats.searches, bench.layer.stats.retrieved_tokens) == (1, int((ids >= 0).sum()))
+
+
+@pytest.mark.parametrize("given", PAGES, ids=short)
+def test_a_search_over_pages_finds_what_the_index_finds(given: dict) -> None:
+    """Of a zone that begins and ends with a page, since those of an index begin with its zone."""
+    method = method_of(given, top_k=50, sink_tokens=32, local_tokens=40)
+    bench, text = Bench(method), tokens(1000, 2)
+    for start, stop in ((0, 3), (3, 31), (31, 131), (131, 995), (995, 1000)):
+        bench.feed({0: cut(text, start, stop)}, {0: True})
+    budget, query, config = Budget(50, PARAMS.scaling), text[0][-1:], method.index_config()
+    assert config is not None
+    found = bench.layer.index.search(query, [bench.tables[0]], [960], 32, budget)
+    index = config.build(SHAPE)
+    index.append(0, text[1][32:960].transpose(0, 1))
+    wanted = index.search(query, budget, [0])
+    assert torch.equal(found.ids, torch.where(wanted.ids < 0, -1, wanted.ids + 32)) and torch.equal(found.counts, wanted.counts)
 
 
 @pytest.mark.parametrize("given", GIVEN, ids=short)
@@ -211,7 +232,7 @@ def test_a_layer_with_page_means_gives_what_the_core_s_gives(name: str) -> None:
     assert bench.layer.stats.estimated_units == sum((at + 1 - 33) // 16 for at in range(300, 325)) * HEADS
 
 
-@pytest.mark.parametrize("given", GIVEN, ids=short)
+@pytest.mark.parametrize("given", [*GIVEN, *PAGES], ids=short)
 def test_a_sequence_of_a_mixed_batch_gets_what_it_gets_alone(given: dict) -> None:
     method = method_of(given, top_k=20)
     texts = {0: tokens(500, 3), 1: tokens(400, 4), 2: tokens(38, 5)}
@@ -233,7 +254,7 @@ def test_a_sequence_of_a_mixed_batch_gets_what_it_gets_alone(given: dict) -> Non
     assert bench.layer.stats.searches == 4, "two steps of two sequences; the third one is too short to search"
 
 
-@pytest.mark.parametrize("given", [GIVEN[0], GIVEN[3]], ids=short)
+@pytest.mark.parametrize("given", [GIVEN[0], GIVEN[3], PAGES[0]], ids=short)
 def test_a_draft_s_tokens_get_what_each_gets_alone_whatever_is_rejected(given: dict) -> None:
     """Beside a sequence without a draft. Pages and blocks end inside drafts, which are accepted in part."""
     method = method_of(given, top_k=20)
@@ -256,7 +277,7 @@ def test_a_draft_s_tokens_get_what_each_gets_alone_whatever_is_rejected(given: d
         bench.lengths[0] = at
 
 
-@pytest.mark.parametrize("given", GIVEN, ids=short)
+@pytest.mark.parametrize("given", [*GIVEN, *PAGES], ids=short)
 def test_two_sequences_share_the_blocks_of_their_prefix(given: dict) -> None:
     bench, text = Bench(method_of(given, top_k=20)), tokens(600, 6)
     bench.feed({0: cut(text, 0, 598)}, {0: True})
@@ -271,7 +292,7 @@ def test_two_sequences_share_the_blocks_of_their_prefix(given: dict) -> None:
     assert torch.equal(bench.pages[bench.tables[0][:8]], pages) and torch.equal(bench.host.rows[bench.tables[0][:8]], rows)
 
 
-@pytest.mark.parametrize("given", GIVEN, ids=short)
+@pytest.mark.parametrize("given", [*GIVEN, *PAGES], ids=short)
 def test_a_block_that_another_sequence_had_is_as_good_as_new(given: dict) -> None:
     method, text = method_of(given, top_k=20), tokens(400, 7)
     outs = []

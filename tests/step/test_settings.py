@@ -60,7 +60,7 @@ def test_page_means_can_be_left_out_and_asked_for() -> None:
     assert Settings.of({"kvrecall": asked}).method.rest == PageMeans(page_tokens=128)
 
 
-@pytest.mark.parametrize("name", sorted(set(names()) - {"exact", "pariskv", "pariskv-balanced"}))
+@pytest.mark.parametrize("name", sorted(set(names()) - {"arkvale", "exact", "pariskv", "pariskv-balanced"}))
 def test_other_methods_are_refused_with_the_served_ones(name: str) -> None:
     assert name not in served()
     with pytest.raises(KVRecallError, match=f"method={name}.*exact, pariskv, pariskv-balanced".replace("+", r"\+")):
@@ -127,7 +127,7 @@ def test_a_setting_that_switches_on_an_unserved_part_is_refused(monkeypatch: pyt
 def test_a_registration_that_cannot_be_imported_hides_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
     register("broken", "no_such_module", "Broken")
-    with pytest.raises(KVRecallError, match="Served are exact, pariskv, pariskv-balanced"):
+    with pytest.raises(KVRecallError, match="Served are arkvale, exact, pariskv, pariskv-balanced"):
         Settings.of({"kvrecall": {"method": "quest"}})
 
 

@@ -31,6 +31,7 @@ class MilestoneConfig(PageConfig):
 
     name: ClassVar[str] = "milestones"
     captured: ClassVar[Captured | None] = None
+    pages_refusal: ClassVar[str] = "it drops pages by the attention of a sequence's earlier steps"
     static_refusal: ClassVar[str] = "pages would close up around static tokens, and a page's time would mean other tokens"
 
     page_tokens: int = 16

@@ -148,6 +148,11 @@ class IndexConfig(Part, ABC):
         """The index of a layer over an engine's blocks. Only if `why_unpaged` is empty."""
         raise NotImplementedError(type(self).__name__)
 
+    @property
+    def paged_tokens(self) -> int:
+        """Tokens that a summary covers: a block and the window hold at least as many."""
+        return 1
+
     def why_unpaged_on_gpu(self) -> str:
         """Why a GPU cannot search an engine's blocks with these parameters; empty if it can (`paged_kernels`)."""
         return "it has no kernels over blocks"
@@ -175,8 +180,9 @@ class PagedIndex(ABC):
     """
 
     @abstractmethod
-    def bind(self, pages: Tensor) -> None:
-        """Sets the pages, uint8 `[blocks, n]`."""
+    def bind(self, pages: Tensor, rows: Tensor) -> None:
+        """Sets the pages, uint8 `[blocks, n]`, and the rows `[blocks, H_kv, block_size, 2, D]`, which are stored before their
+        summaries."""
 
     @abstractmethod
     def store(self, keys: Tensor, first: int, slots: Tensor) -> None:
@@ -215,8 +221,8 @@ class PagedKernels(ABC):
     temporary_bytes: int = 0
 
     @abstractmethod
-    def bind(self, pages: Tensor, block_size: int) -> None:
-        """Sets the pages, uint8 `[blocks, n]`, of so many tokens each."""
+    def bind(self, pages: Tensor, rows: Tensor) -> None:
+        """As `PagedIndex.bind`. Rows of the window may not be there yet."""
 
     def take_statistics(self, shape: LayerShape) -> None:  # noqa: B027 - optional: few depend on statistics
         """Summaries follow from the statistics of `shape` from now on; none are written yet. Addresses stay."""

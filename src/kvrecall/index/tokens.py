@@ -199,7 +199,7 @@ class PagedTokens(PagedIndex):
     def __init__(self, config: TokenConfig, shape: LayerShape, block_size: int) -> None:
         self._config, self._shape, self._size = config, shape, block_size
 
-    def bind(self, pages: Tensor) -> None:
+    def bind(self, pages: Tensor, rows: Tensor) -> None:
         self._tables = tables_in(pages, self._config, self._shape, self._size)
 
     def store(self, keys: Tensor, first: int, slots: Tensor) -> None:
@@ -241,8 +241,9 @@ class TokenKernels(PagedKernels):
         else:
             self.ids = like.ids
 
-    def bind(self, pages: Tensor, block_size: int) -> None:
-        self._tables, self._size = tables_in(pages, self._config, self._shape, block_size), block_size
+    def bind(self, pages: Tensor, rows: Tensor) -> None:
+        self._size = rows.shape[2]
+        self._tables = tables_in(pages, self._config, self._shape, self._size)
 
     def store(self, keys: Tensor, first: int, blocks: Tensor) -> None:
         positions = torch.arange(first, first + keys.shape[1], device=keys.device)

@@ -79,7 +79,7 @@ class Capacity:
     ) -> Capacity:  # fmt: skip
         """For layers of these shapes, with pages of equal size. longest: tokens of a sequence. passes: most passes in flight.
         layers: number in vLLM's largest cache group; by default all. ranks, launch: as for `HostPlan.of`."""
-        check_block_size(block_size, least_block(settings.method.rest_config()))
+        check_block_size(block_size, least_block(settings.method))
         shape, local = shapes[0], settings.method.local_tokens
         width = width_of(settings.index, settings.method.rest_config(), shape)
         page = window_page_tokens(shape, width, block_size)

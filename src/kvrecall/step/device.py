@@ -195,7 +195,7 @@ class DeviceLayer:
 
     def bind(self, pages: Tensor, host: HostBlocks) -> None:
         """Uses these pages, uint8 `[blocks, block_bytes]`, and rows."""
-        self.index.bind(pages, host.block_size)
+        self.index.bind(pages, host.rows)
         self._host, means = host, self.scratch.means
         start = self._config.paged_bytes(self.shape, host.block_size)
         self._means = None if means is None else means_in(pages, start, means, self.shape, host.block_size)

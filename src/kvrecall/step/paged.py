@@ -91,7 +91,7 @@ class PagedLayer:
         config, means, held = method.index_config(), method.rest_config(), None
         assert config is not None
         index = config.paged(shape, host.block_size)
-        index.bind(pages)
+        index.bind(pages, host.rows)
         if means is not None:
             rows = means_in(pages, config.paged_bytes(shape, host.block_size), means, shape, host.block_size)
             held = PagedMeans(rows, means.page_tokens, method.sink_tokens, host)

@@ -47,7 +47,7 @@ _REASONS = {
     "update_interval": "every key is summarised when it comes, so no buffer waits",
     "trigger": "every step searches",
     "static": "rows that stay between searches belong to a sequence, and vLLM moves sequences between rows of a batch",
-    "dense_layers": "all layers share one kind of page",
+    "dense_layers": "all layers share one kind of page; dense_layers=[] serves a method that has some",
     "per_layer": "all layers share one kind of page",
     "full_attention_threshold": "short sequences have the step of long ones; local_tokens says how many are attended in full",
 }
@@ -83,9 +83,11 @@ def _served() -> str:
     return f"Served are {', '.join(served())}."
 
 
-def least_block(means: PageMeans | None) -> int:
-    """Tokens of the smallest block whose page can hold summaries and these means."""
-    return LEAST_BLOCK if means is None else max(LEAST_BLOCK, means.page_tokens)
+def least_block(method: Method) -> int:
+    """Tokens of the smallest block whose page can hold summaries and means of a method that is served."""
+    index, means = method.index_config(), method.rest_config()
+    assert index is not None
+    return max(LEAST_BLOCK, index.paged_tokens, 1 if means is None else means.page_tokens)
 
 
 def check_block_size(tokens: int, least: int = LEAST_BLOCK) -> None:
@@ -136,10 +138,12 @@ class Settings:
         params |= told
         chosen = method_class(name)
         known = [f.name for f in fields(chosen) if f.name not in _SAME]
-        for key in params:
+        for key, value in params.items():
+            if key == "dense_layers" and not value:
+                continue
             if key in _SAME:
                 why = _REASONS.get(key, "it is not served yet")
-                raise CompositionError(f"vLLM with {key}={params[key]!r}", why, "Leave it out.")
+                raise CompositionError(f"vLLM with {key}={value!r}", why, "Leave it out.")
             if key not in known:
                 raise UnknownNameError(f"setting of {name}", key, [*known, "method", "host_memory", "residency"])
         estimate = {"rest": PageMeans.name} if name == DEFAULT else {}
@@ -149,6 +153,9 @@ class Settings:
             raise CompositionError(f"vLLM with method={name}", why, _served())
         if method.local_tokens < 1:
             raise ParameterError("local_tokens", "an integer > 0", method.local_tokens, "Every token attends to itself.")
+        if index is not None and not index.paged_tokens <= min(method.local_tokens, BLOCK_TOKENS):
+            wanted = f"at most {min(method.local_tokens, BLOCK_TOKENS)}, which the window and a block hold"
+            raise ParameterError("page_tokens", wanted, index.paged_tokens, "Take fewer, or more local_tokens.")
         means = method.rest_config()
         if means is not None and (means.page_tokens.bit_count() != 1 or means.page_tokens > BLOCK_TOKENS):
             wanted = f"a power of two, at most {BLOCK_TOKENS}: pages lie in blocks"
@@ -174,7 +181,7 @@ class Settings:
 
     def check_block_size(self, tokens: int) -> None:
         """Raises ParameterError for an unsupported block size of vLLM."""
-        check_block_size(tokens, least_block(self.method.rest_config()))
+        check_block_size(tokens, least_block(self.method))
 
     @property
     def index(self) -> IndexConfig:

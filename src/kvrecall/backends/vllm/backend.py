@@ -194,7 +194,7 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         self._engine.impls.append(self)
         means = settings.method.rest_config()
         width = width_of(settings.index, means, shape)
-        own.attn_backend = backend = of_pages(width, least_block(means))
+        own.attn_backend = backend = of_pages(width, least_block(self._engine.settings.method))
         if not hasattr(AttentionBackend, "customize_spec"):  # before 0.28 vLLM does not call it
             stock = own.get_kv_cache_spec
             own.get_kv_cache_spec = lambda config: backend.customize_spec(stock(config))

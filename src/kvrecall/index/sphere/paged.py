@@ -22,7 +22,7 @@ class PagedCodes(PagedIndex):
         self._layout: CodeLayout = index.layout(shape, block_size)
         self._maps = Maps.of(shape, index)
 
-    def bind(self, pages: Tensor) -> None:
+    def bind(self, pages: Tensor, rows: Tensor) -> None:
         self._pages, self._codes = LentPages(self._layout, pages), self._layout.codes(pages)
 
     def store(self, keys: Tensor, first: int, slots: Tensor) -> None:

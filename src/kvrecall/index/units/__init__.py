@@ -142,7 +142,7 @@ class UnitIndex(PerSequence, Index):
             # With room to grow, so that a repeated or captured search need not be allocated again for every new page.
             sizes = (len(self.lengths), self._kv_heads, queries.shape[1] // self._kv_heads, queries.shape[2])
             with lasting_tensors():
-                gpu = GpuUnitSearch(*sizes, self.gqa, self.kind, top_k, most * 9 // 8, reps)
+                gpu = GpuUnitSearch(*sizes, self.gqa, self.kind, top_k, most * 9 // 8, reps.dtype, reps.device)
             self._gpu, self._planned = gpu, None
         planned = self._planned
         if (
@@ -174,10 +174,13 @@ class UnitIndex(PerSequence, Index):
 
     def _search_one(self, query: Tensor, sequence: int, budget: Budget) -> tuple[Tensor, Tensor]:
         units = self.units(sequence)
-        scores = self.score(query, units, budget.scaling).masked_fill((units.sizes == 0).unsqueeze(1), float("-inf"))
-        ranked = reduce_scores(scores, self.gqa, budget.scaling)
-        ranked = ranked if self.gqa == "per_head" else ranked.unsqueeze(1)
-        return union_rows(_fill(ranked, units, budget.top_k))
+        return search_units(self.score(query, units, budget.scaling), units, self.gqa, budget)
+
+
+def search_units(scores: Tensor, units: Units, gqa: str, budget: Budget) -> tuple[Tensor, Tensor]:
+    """Ids and counts, for `stack_selections`, of the units that fill the budget, by scores fp32 `[H_kv, G', U]`."""
+    ranked = reduce_scores(scores.masked_fill((units.sizes == 0).unsqueeze(1), float("-inf")), gqa, budget.scaling)
+    return union_rows(_fill(ranked if gqa == "per_head" else ranked.unsqueeze(1), units, budget.top_k))
 
 
 def archive_units(archive: Archive, units: Units, width: int, dtype: torch.dtype, tokens: int) -> Units:

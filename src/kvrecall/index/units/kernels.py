@@ -17,6 +17,8 @@ does not depend on timing. `select.kernels.top_kernel` does the same with counts
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -28,20 +30,89 @@ _STEP = tl.constexpr(SCORE_STEP)
 _HIGHEST = tl.constexpr(0x7FFFFFFF)
 
 
-@triton.jit
-def unit_sizes(p_row, i_kv, o_u, m_u):
-    """First member and size, int32, of units o_u of one KV head; both 0 if m_u is false. p_row: the plan's row."""
-    p_offsets = tl.load(p_row + 6).to(tl.pointer_type(tl.int32)) + i_kv * tl.load(p_row + 7)
-    b_first = tl.load(p_offsets + o_u, mask=m_u, other=0)
-    return b_first, tl.load(p_offsets + o_u + 1, mask=m_u, other=0) - b_first
+class UnitSource(NamedTuple):
+    """Where the units of a batch are.
+
+    PAGE 0: each row of plan int64 `[n, FIELDS]` says it (`plan.UNIT_FIELDS`); reps: any pointer of the representations' dtype.
+    Else units are pages of PAGE tokens in an engine's blocks of BLOCK tokens: a row of plan int32 `[n, FIELDS]` begins with the
+    end of the zone; reps `[blocks, H_kv, BLOCK / PAGE, ·]` with STRIDE elements between blocks; table int32 `[n, TABLE]`: the
+    blocks of each sequence; scores fp32 `[n, H_kv, lanes, WIDTH]`. The first SINKS tokens are in no unit.
+    """
+
+    plan: Any
+    reps: Any
+    table: Any
+    scores: Any
+    TABLE: Any
+    STRIDE: Any
+    WIDTH: Any
+    SINKS: Any
+    FIELDS: Any
+    PAGE: Any
+    BLOCK: Any
 
 
 @triton.jit
-def scores_of(p_row, i_kv, units, LANES: tl.constexpr):
-    """Scores fp32 `[LANES, width]` of one KV head, and their width. p_row: the plan's row."""
+def unit_counts(of, i_b):
+    """(units, tokens, most tokens to find) of a sequence. of: a `UnitSource`, here and below."""
+    p_row = of.plan + i_b * of.FIELDS
+    if of.PAGE:
+        stop = tl.load(p_row)
+        tokens = tl.maximum(stop - of.SINKS, 0)
+        return tl.cdiv(stop, of.PAGE), tokens, tokens
+    else:
+        return tl.load(p_row), tl.load(p_row + 1).to(tl.int32), tl.load(p_row + 8).to(tl.int32)
+
+
+@triton.jit
+def unit_sizes(of, i_b, i_kv, o_u, m_u):
+    """First member and size, int32, of units o_u of one KV head; both 0 if m_u is false."""
+    p_row = of.plan + i_b * of.FIELDS
+    if of.PAGE:
+        b_first = tl.maximum(o_u * of.PAGE, of.SINKS)
+        b_size = tl.minimum((o_u + 1) * of.PAGE, tl.load(p_row)) - b_first
+        return tl.where(m_u, b_first - of.SINKS, 0), tl.where(m_u, tl.maximum(b_size, 0), 0)
+    else:
+        p_offsets = tl.load(p_row + 6).to(tl.pointer_type(tl.int32)) + i_kv * tl.load(p_row + 7)
+        b_first = tl.load(p_offsets + o_u, mask=m_u, other=0)
+        return b_first, tl.load(p_offsets + o_u + 1, mask=m_u, other=0) - b_first
+
+
+@triton.jit
+def reps_of(of, i_b, i_kv, o_u, m_u, LENGTH: tl.constexpr):
+    """Pointers `[R, 1]` to the representations, of LENGTH numbers, of units o_u of one KV head."""
+    if of.PAGE:
+        PAGES: tl.constexpr = of.BLOCK // of.PAGE
+        b_block = tl.load(of.table + i_b.to(tl.int64) * of.TABLE + o_u // PAGES, mask=m_u, other=0).to(tl.int64)
+        o_rep = b_block * of.STRIDE + (i_kv * PAGES + o_u % PAGES) * LENGTH
+        return of.reps + tl.multiple_of(o_rep, 8)[:, None]
+    else:
+        p_row = of.plan + i_b * of.FIELDS
+        p_reps = tl.load(p_row + 2).to(tl.pointer_type(of.reps.dtype.element_ty)) + i_kv * tl.load(p_row + 3)
+        p_rows = tl.multiple_of(p_reps, 16)  # lets the compiler read 16 bytes at a time
+        return p_rows + o_u.to(tl.int64)[:, None] * LENGTH
+
+
+@triton.jit
+def scores_of(of, i_b, i_kv, i_bh, units, LANES: tl.constexpr):
+    """Scores fp32 `[LANES, width]` of one KV head, and their width."""
     width = tl.multiple_of(tl.cdiv(units, _STEP) * _STEP, _STEP)
-    p_scores = tl.multiple_of(tl.load(p_row + 9).to(tl.pointer_type(tl.float32)), 16)
-    return p_scores + i_kv.to(tl.int64) * LANES * width, width
+    if of.PAGE:
+        return of.scores + i_bh.to(tl.int64) * LANES * of.WIDTH, width
+    else:
+        p_scores = tl.load(of.plan + i_b * of.FIELDS + 9).to(tl.pointer_type(tl.float32))
+        return tl.multiple_of(p_scores, 16) + i_kv.to(tl.int64) * LANES * width, width
+
+
+@triton.jit
+def members_of(of, i_b, i_kv, b_place, m_place):
+    """Token ids of members b_place of one KV head, else -1."""
+    if of.PAGE:
+        return tl.where(m_place, b_place + of.SINKS, -1)
+    else:
+        p_row = of.plan + i_b * of.FIELDS
+        p_members = tl.load(p_row + 4).to(tl.pointer_type(tl.int32)) + i_kv * tl.load(p_row + 5)
+        return tl.load(p_members + b_place, mask=m_place, other=-1)
 
 
 @triton.jit
@@ -88,31 +159,29 @@ def sum_scores(p_queries, p_reps, m_u, R: tl.constexpr, D: tl.constexpr, BD: tl.
 
 @triton.jit
 def score_kernel(
-    p_queries, p_like, p_plan, p_fire, p_peak, p_mass, scaling, HEADS, PARTS,
+    p_queries, of, p_fire, p_peak, p_mass, scaling, HEADS, PARTS,
     D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, LANES: tl.constexpr, BL: tl.constexpr, R: tl.constexpr,
     WIDTH: tl.constexpr, DOT: tl.constexpr, LARGEST: tl.constexpr, SOFTMAX: tl.constexpr, SIZED: tl.constexpr,
-    FIELDS: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (R units, sequence and KV head): scores fp32 of queries `[bh, G, D]`, see `scores_of`; empty units -inf.
 
-    p_like: any pointer of the representations' dtype. LARGEST: stores only the group's largest score, in lane 0. SOFTMAX:
+    of: a `UnitSource`. LARGEST: stores only the group's largest score, in lane 0. SOFTMAX:
     also stores peak and mass `[bh, lane, PARTS]` of each lane's softmax over these units. SIZED: adds log(tokens) to logits.
     """
     i_part, i_bh = tl.program_id(0), tl.program_id(1)
     i_b, i_kv = i_bh // HEADS, i_bh % HEADS
-    p_row = p_plan + i_b * FIELDS
     begin(PDL)
     # The row is read at once, and representations of empty units too, so that fewer reads wait for others.
-    units, fire = tl.load(p_row), tl.load(p_fire + i_b)
-    p_reps = tl.load(p_row + 2).to(tl.pointer_type(p_like.dtype.element_ty)) + i_kv * tl.load(p_row + 3)
-    p_scores, width = scores_of(p_row, i_kv, units, 1 if LARGEST else LANES)
+    fire = tl.load(p_fire + i_b)
+    units, _, _ = unit_counts(of, i_b)
+    p_scores, width = scores_of(of, i_b, i_kv, i_bh, units, 1 if LARGEST else LANES)
     o_u, o_l = i_part * R + tl.arange(0, R), tl.arange(0, BL)
     m_real = (o_u < units) & (fire != 0)
-    _, b_size = unit_sizes(p_row, i_kv, o_u, m_real)
+    _, b_size = unit_sizes(of, i_b, i_kv, o_u, m_real)
+    p_rows = reps_of(of, i_b, i_kv, o_u, m_real, WIDTH)
     if (fire != 0) & (i_part * R < units):
         m_u = b_size > 0
-        p_rows = tl.multiple_of(p_reps, 16)  # lets the compiler read 16 bytes at a time
-        p_rows += o_u.to(tl.int64)[:, None] * WIDTH
         p_own = p_queries + i_bh.to(tl.int64) * (G * D)
         if DOT:
             b_s = dot_scores(p_own, p_rows, m_real, D, BD, LANES, BL, WIDTH)
@@ -200,10 +269,10 @@ def narrowed(low, high, step, wanted, total, over, inside, above, n_1, n_2, n_3,
 
 @triton.jit
 def fill_kernel(
-    p_peak, p_mass, p_plan, p_fire, p_keys, p_firsts, p_sizes, p_kept, scaling, BUDGET, HEADS, LENGTH, PARTS,
+    p_peak, p_mass, of, p_fire, p_keys, p_firsts, p_sizes, p_kept, scaling, BUDGET, HEADS, LENGTH, PARTS,
     LANES: tl.constexpr, SOFTMAX: tl.constexpr, MEAN: tl.constexpr, BT: tl.constexpr, R: tl.constexpr, AT_ONCE: tl.constexpr,
     BC: tl.constexpr, CHUNKS: tl.constexpr, SLOTS: tl.constexpr, ENOUGH: tl.constexpr, ORDERED: tl.constexpr,
-    ALONE: tl.constexpr, FIELDS: tl.constexpr, PDL: tl.constexpr,
+    ALONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (chunk of LENGTH <= BC units, sequence and KV head): keeps the units that would fill BUDGET, or what the plan
     allows, if there were no other chunk; or up to ENOUGH <= SLOTS units among which these are.
@@ -214,14 +283,14 @@ def fill_kernel(
     """
     i_chunk, i_bh = tl.program_id(0), tl.program_id(1)
     i_b, i_kv = i_bh // HEADS, i_bh % HEADS
-    p_row = p_plan + i_b * FIELDS
-    fire, units, tokens = tl.load(p_fire + i_b), tl.load(p_row).to(tl.int32), tl.load(p_row + 1).to(tl.int32)
-    wanted = tl.minimum(tl.minimum(tokens, BUDGET), tl.load(p_row + 8).to(tl.int32))
+    fire = tl.load(p_fire + i_b)
+    units, tokens, most = unit_counts(of, i_b)
+    units, wanted = units.to(tl.int32), tl.minimum(tl.minimum(tokens, BUDGET), most)
     o_i = tl.arange(0, BC)
     o_c = i_chunk * LENGTH + o_i
     m_c = (o_i < LENGTH) & (o_c < units)
-    b_first, b_size = unit_sizes(p_row, i_kv, o_c, m_c & (fire != 0))
-    p_own, width = scores_of(p_row, i_kv, units, LANES)
+    b_first, b_size = unit_sizes(of, i_b, i_kv, o_c, m_c & (fire != 0))
+    p_own, width = scores_of(of, i_b, i_kv, i_bh, units, LANES)
     begin(PDL)  # the scores; all that was read so far is older
     if fire != 0:
         m_w = (o_i < LENGTH) & (o_c < width)  # whole vectors
@@ -341,9 +410,9 @@ def places_of(b_first, b_take, o_t, before):
 
 @triton.jit
 def expand_kernel(
-    p_plan, p_fire, p_keys, p_firsts, p_sizes, p_kept, p_counts, p_out, BUDGET, HEADS, K,
+    of, p_fire, p_keys, p_firsts, p_sizes, p_kept, p_counts, p_out, BUDGET, HEADS, K,
     T: tl.constexpr, M: tl.constexpr, BC: tl.constexpr, CHUNKS: tl.constexpr, SLOTS: tl.constexpr, ORDERED: tl.constexpr,
-    FIELDS: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (T tokens, sequence and KV head): out int32 `[bh, K]`, the members of the best units, then -1; counts `[bh]`.
 
@@ -352,10 +421,9 @@ def expand_kernel(
     """
     i_part, i_bh = tl.program_id(0), tl.program_id(1)
     i_b, i_kv = i_bh // HEADS, i_bh % HEADS
-    p_row = p_plan + i_b * FIELDS
-    fire, tokens = tl.load(p_fire + i_b), tl.load(p_row + 1).to(tl.int32)
-    wanted = tl.minimum(tl.minimum(tokens, BUDGET), tl.load(p_row + 8).to(tl.int32))
-    p_members = tl.load(p_row + 4).to(tl.pointer_type(tl.int32)) + i_kv * tl.load(p_row + 5)
+    fire = tl.load(p_fire + i_b)
+    counts = unit_counts(of, i_b)
+    wanted = tl.minimum(tl.minimum(counts[1], BUDGET), counts[2])
     begin(PDL)
     if fire != 0:
         o_own = i_bh.to(tl.int64) * (CHUNKS * SLOTS)
@@ -384,7 +452,7 @@ def expand_kernel(
                 b_place += places_of(b_f, b_take, o_t, before)
                 before += tl.sum(b_take, 0)
                 i += M
-        b_id = tl.load(p_members + b_place, mask=o_t < here, other=-1)
+        b_id = members_of(of, i_b, i_kv, b_place, o_t < here)
         tl.store(p_out + i_bh.to(tl.int64) * K + o_t, b_id, mask=o_t < K)
         if i_part == 0:
             tl.store(p_counts + i_bh, here)

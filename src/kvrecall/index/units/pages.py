@@ -15,7 +15,7 @@ rows that are moved.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, cast
+from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor
@@ -25,12 +25,17 @@ from kvrecall.core.archive import Archive
 from kvrecall.core.errors import UnknownNameError
 from kvrecall.core.launch import cdiv, next_power_of_2
 from kvrecall.core.pieces import Work, chunks, run_all
-from kvrecall.index.base import Captured, Index, IndexConfig, LayerShape
+from kvrecall.index.base import PER_HEAD, Captured, Index, IndexConfig, LayerShape, PagedKernels, PagedSizes
 from kvrecall.index.step import SlotSpec, SlotStep, end_arguments
 from kvrecall.index.tokens import archive_excluded
-from kvrecall.index.units import GrowingUnits, UnitIndex, Units, archive_units, inner_products
+from kvrecall.index.units import GrowingUnits, UnitIndex, Units, archive_units
+from kvrecall.index.units.paged import PagedPages
 from kvrecall.index.units.plan import FIELDS, UnitKind
 from kvrecall.index.units.step import UnitStep
+from kvrecall.index.units.volumes import PageKind, page_scores, volumes
+
+if TYPE_CHECKING:
+    from kvrecall.index.units.paged_kernels import PageKernels
 
 _BOUNDS = ("mean-deviation", "min-max", "mean")
 
@@ -41,7 +46,7 @@ class PageConfig(IndexConfig):
     "mean" (no extent: ShadowKV's landmarks)."""
 
     name: ClassVar[str] = "pages"
-    pages_refusal: ClassVar[str] = "nothing writes its pages of tokens into blocks that requests share"
+    pages_refusal: ClassVar[str] = ""
     captured: ClassVar[Captured | None] = Captured(static=True)
 
     page_tokens: int = 32
@@ -56,10 +61,40 @@ class PageConfig(IndexConfig):
     @property
     def points(self) -> int:
         """How many key-sized vectors represent a page."""
-        return 1 if self.bounds == "mean" else 2
+        return self.kind.points
+
+    @property
+    def kind(self) -> PageKind:
+        """What the pages are."""
+        return PageKind(self.page_tokens, self.bounds, self.gqa)
 
     def build(self, shape: LayerShape) -> PageIndex:
         return PageIndex(shape, self)
+
+    def why_unpaged(self) -> str:
+        if self.pages_refusal or self.page_tokens.bit_count() == 1:
+            return self.pages_refusal
+        return f"page_tokens={self.page_tokens} is no power of two, and pages fill the blocks of an engine"
+
+    @property
+    def paged_tokens(self) -> int:
+        return self.page_tokens
+
+    def paged_bytes(self, shape: LayerShape, block_size: int) -> int:
+        token = cdiv(self.points * shape.head_dim * shape.dtype.itemsize, self.page_tokens)
+        return shape.kv_heads * block_size * token
+
+    def paged(self, shape: LayerShape, block_size: int) -> PagedPages:
+        return PagedPages(self.kind, shape, block_size)
+
+    def why_unpaged_on_gpu(self) -> str:
+        return PER_HEAD if self.gqa == "per_head" else ""
+
+    def paged_kernels(self, shape: LayerShape, sizes: PagedSizes, like: PagedKernels | None = None) -> PageKernels:
+        from kvrecall.index.units.paged_kernels import PageKernels
+
+        assert like is None or isinstance(like, PageKernels)
+        return PageKernels(self.kind, shape, sizes, like)
 
     def nbytes(self, shape: LayerShape, tokens: int) -> int:
         pages = -(-tokens // self.page_tokens)
@@ -160,7 +195,7 @@ class PageIndex(UnitIndex):
 
     @property
     def kind(self) -> UnitKind:
-        return UnitKind(volume=self.config.points > 1, ordered=True, least_tokens=self.config.page_tokens)
+        return self.config.kind.units
 
     def units(self, sequence: int) -> Units:
         return self._units[sequence]
@@ -169,7 +204,7 @@ class PageIndex(UnitIndex):
         self._units[sequence] = units
 
     def score(self, queries: Tensor, units: Units, scaling: float) -> Tensor:
-        return inner_products(queries, units.reps) if self.config.points == 1 else volume_scores(queries, units.reps)
+        return page_scores(queries, units.reps, self.config.kind)
 
     def _units_of_none(self) -> Units:
         shape = self._shape
@@ -223,36 +258,6 @@ class PageStep(UnitStep):
             T=next_power_of_2(self._page), SPREAD=self._config.bounds == "mean-deviation",
             POINTS=self._config.points, FIELDS=FIELDS, **sizes,
         )  # fmt: skip
-
-
-def volumes(keys: Tensor, page_tokens: int, bounds: str) -> Tensor:
-    """Bounding volumes `[H_kv, ceil(n / page_tokens), 2 D]`, hi | lo, or landmarks `[..., D]`, of keys `[H_kv, n, D]`, in the
-    keys' dtype."""
-    heads, count, dim = keys.shape
-    whole = count // page_tokens
-    parts = [keys[:, : whole * page_tokens].reshape(heads, whole, page_tokens, dim)]
-    if count % page_tokens:
-        parts.append(keys[:, whole * page_tokens :].unsqueeze(1))
-    pages = [_volume(part.float(), bounds) for part in parts]
-    return torch.cat(pages, 1).to(keys.dtype)
-
-
-def _volume(pages: Tensor, bounds: str) -> Tensor:
-    if bounds == "min-max":
-        return torch.cat([pages.amax(2), pages.amin(2)], -1)
-    centre = pages.mean(2)
-    if bounds == "mean":
-        return centre
-    spread = (pages - centre.unsqueeze(2)).abs_().mean(2)
-    return torch.cat([centre + spread, centre - spread], -1)
-
-
-def volume_scores(queries: Tensor, reps: Tensor) -> Tensor:
-    """sum_d max(q_d lo_d, q_d hi_d) as one product: positive coordinates are multiplied by hi, negative ones by lo.
-
-    queries: fp32 `[H_kv, G', D]`; reps: `[H_kv, U, 2 D]` -> fp32 `[H_kv, G', U]`.
-    """
-    return inner_products(torch.cat([queries.clamp_min(0), queries.clamp_max(0)], -1), reps)
 
 
 def _every(tokens: int, like: Tensor) -> Tensor:

@@ -10,10 +10,11 @@ while units are added, up to the number it was made for.
 from __future__ import annotations
 
 import torch
+import triton.language
 from torch import Tensor
 
 from kvrecall.core.launch import cdiv, next_power_of_2, overlapping
-from kvrecall.index.units.kernels import ascend_kernel, expand_kernel, fill_kernel, score_kernel
+from kvrecall.index.units.kernels import UnitSource, ascend_kernel, expand_kernel, fill_kernel, score_kernel
 from kvrecall.index.units.plan import FIELDS, SCORE_STEP, UnitKind
 from kvrecall.select.kernels import lanes_at_once
 
@@ -38,14 +39,14 @@ class GpuUnitSearch:
     """
 
     def __init__(
-        self, sequences: int, heads: int, group: int, dim: int, mode: str, kind: UnitKind, top_k: int, units: int, like: Tensor,
-        own_scores: bool = False,
+        self, sequences: int, heads: int, group: int, dim: int, mode: str, kind: UnitKind, top_k: int, units: int,
+        dtype: torch.dtype, device: torch.device, own_scores: bool = False,
     ) -> None:  # fmt: skip
-        """like: any tensor of the representations' dtype on the device. own_scores: sequences bring memory for scores."""
+        """dtype: of the representations. own_scores: sequences bring memory for scores."""
         self.sequences, self.mode, self.kind, self.top_k, self.units = sequences, mode, kind, top_k, units
         self._heads, self._group, self._dim = heads, group, dim
         self._lanes = 1 if mode == "mean_q" else group
-        self._like, device = like, like.device
+        self._like = torch.empty(1, dtype=dtype, device=device)
         self._stored = 1 if mode == "max" else self._lanes
         needed = min(units, cdiv(top_k, kind.least_tokens) + (kind.least_tokens > 1))  # units that fill the budget
         self._block = max(_LEAST_CHUNK, next_power_of_2(cdiv(units, _CHUNKS)))
@@ -88,44 +89,53 @@ class GpuUnitSearch:
         Fills `ids[:B]` and `counts[:B]` with at most `top_k` tokens each; other sequences keep their results.
         plan: int64 `[B, FIELDS]`, see `plan_row`.
         """
-        self.score(queries, plan, fire, scaling)
-        self.fill(queries.dtype, plan, fire, scaling, top_k)
-        self.expand(plan, fire, top_k)
+        self.search(queries, self.source(plan), fire, scaling, top_k)
 
-    def score(self, queries: Tensor, plan: Tensor, fire: Tensor, scaling: float) -> None:
+    def source(self, plan: Tensor) -> UnitSource:
+        """The units that a plan says."""
+        fixed = triton.language.constexpr
+        return UnitSource(plan, self._like, plan, self.scores, 0, 0, 0, 0, fixed(FIELDS), fixed(0), fixed(0))
+
+    def search(self, queries: Tensor, source: UnitSource, fire: Tensor, scaling: float, top_k: int) -> None:
+        """As `launch`, wherever the units are."""
+        self.score(queries, source, fire, scaling)
+        self.fill(queries.dtype, source, fire, scaling, top_k)
+        self.expand(source, fire, top_k)
+
+    def score(self, queries: Tensor, source: UnitSource, fire: Tensor, scaling: float) -> None:
         """Scores all units."""
         dot = self._dots(queries.dtype)
         rows = _DOT_UNITS if dot else _SUM_UNITS
         heads, group, lanes = self._heads, self._group, self._lanes
-        score_kernel[(cdiv(self.units, rows), plan.shape[0] * heads)](
-            queries, self._like, plan, fire, self._peak, self._mass, scaling, heads, self._parts,
+        score_kernel[(cdiv(self.units, rows), len(source.plan) * heads)](
+            queries, source, fire, self._peak, self._mass, scaling, heads, self._parts,
             D=self._dim, BD=next_power_of_2(self._dim), G=group, LANES=lanes,
             BL=max(_DOT_LANES if dot else 1, next_power_of_2(lanes)), R=rows,
             WIDTH=self._dim * (2 if self.kind.volume else 1), DOT=dot, LARGEST=self.mode == "max",
-            SOFTMAX="softmax" in self.mode, SIZED=self.kind.sized, FIELDS=FIELDS, num_warps=4 if dot else 8, **self._options,
+            SOFTMAX="softmax" in self.mode, SIZED=self.kind.sized, num_warps=4 if dot else 8, **self._options,
         )  # fmt: skip
 
-    def fill(self, dtype: torch.dtype, plan: Tensor, fire: Tensor, scaling: float, top_k: int) -> None:
+    def fill(self, dtype: torch.dtype, source: UnitSource, fire: Tensor, scaling: float, top_k: int) -> None:
         """Keeps the units of each chunk among which those are that fill the budget. dtype: of the scored queries."""
         rows, warps = _DOT_UNITS if self._dots(dtype) else _SUM_UNITS, max(1, min(32, self._block // _UNITS_PER_WARP))
         parts = next_power_of_2(cdiv(self.units, rows))
-        fill_kernel[(self._chunks, self._pairs(plan))](
-            self._peak, self._mass, plan, fire, self._keys, self._firsts, self._sizes, self._chunk_units, scaling, top_k,
+        fill_kernel[(self._chunks, self._pairs(source))](
+            self._peak, self._mass, source, fire, self._keys, self._firsts, self._sizes, self._chunk_units, scaling, top_k,
             self._heads, self._length, self._parts,
             LANES=self._stored, SOFTMAX="softmax" in self.mode, MEAN=self.mode == "mean_softmax",
             BT=parts, R=rows, AT_ONCE=lanes_at_once(self._block, parts, warps), BC=self._block, CHUNKS=self._chunks,
             SLOTS=self._slots, ENOUGH=self._enough, ORDERED=self.kind.ordered, ALONE=warps == 1,
-            FIELDS=FIELDS, num_warps=warps, **self._options,
+            num_warps=warps, **self._options,
         )  # fmt: skip
 
-    def expand(self, plan: Tensor, fire: Tensor, top_k: int) -> None:
+    def expand(self, source: UnitSource, fire: Tensor, top_k: int) -> None:
         """Selects the units that fill the budget among the kept ones, and writes their token ids."""
-        grid = (cdiv(self.top_k, _TOKENS), self._pairs(plan))
+        grid = (cdiv(self.top_k, _TOKENS), self._pairs(source))
         expand_kernel[grid](
-            plan, fire, self._keys, self._firsts, self._sizes, self._chunk_units, self.counts,
+            source, fire, self._keys, self._firsts, self._sizes, self._chunk_units, self.counts,
             self.ids if self.kind.ordered else self._unordered, top_k, self._heads, self.top_k,
             T=_TOKENS, M=self._read, BC=next_power_of_2(self._chunks), CHUNKS=self._chunks, SLOTS=self._slots,
-            ORDERED=self.kind.ordered, FIELDS=FIELDS, num_warps=4, **self._options,
+            ORDERED=self.kind.ordered, num_warps=4, **self._options,
         )  # fmt: skip
         if not self.kind.ordered:
             ascend_kernel[grid](
@@ -133,8 +143,8 @@ class GpuUnitSearch:
                 BS=min(_COMPARED, next_power_of_2(self.top_k)), num_warps=4, **self._options,
             )  # fmt: skip
 
-    def _pairs(self, plan: Tensor) -> int:
-        return plan.shape[0] * self._heads
+    def _pairs(self, source: UnitSource) -> int:
+        return len(source.plan) * self._heads
 
     def _dots(self, dtype: torch.dtype) -> bool:
         """Whether tensor cores compute scores. Not for a mean of queries, which would be rounded to 16 bits."""

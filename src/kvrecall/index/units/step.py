@@ -68,10 +68,10 @@ class UnitStep(IndexStep):
         self.tables: dict[int, UnitTable] = {}
         """By slot; keeps the memory alive whose addresses are in the plan."""
         self.plan = torch.zeros(b * heads, FIELDS, dtype=torch.int64, device=device)
-        like = torch.empty(1, dtype=shape.dtype, device=device)
         self.searches = GpuUnitSearch(
-            b * heads, 1, spec.group, shape.head_dim, index.gqa, index.kind, spec.top_k, room, like, own_scores=True
-        )
+            b * heads, 1, spec.group, shape.head_dim, index.gqa, index.kind, spec.top_k, room, shape.dtype, device,
+            own_scores=True,
+        )  # fmt: skip
         """The search over all slots and KV heads; scratch for `room` units each, besides the scores: at most three numbers
         per unit."""
         self.ids, self.counts = self.searches.ids.view(b, heads, -1), self.searches.counts.view(b, heads)

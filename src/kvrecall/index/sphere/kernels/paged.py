@@ -97,8 +97,8 @@ class CodeKernels(PagedKernels):
             """int32 `[H_kv]`, not 0 after a key of zero norm."""
             self._counts = torch.zeros(1, dtype=torch.int32, device=shape.device)
 
-    def bind(self, pages: Tensor, block_size: int) -> None:
-        self._codes = self._index.layout(self._shape, block_size).codes(pages)
+    def bind(self, pages: Tensor, rows: Tensor) -> None:
+        self._codes = self._index.layout(self._shape, rows.shape[2]).codes(pages)
 
     def take_statistics(self, shape: LayerShape) -> None:
         self._maps.load(Maps.of(shape, self._index))
