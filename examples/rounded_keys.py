@@ -6,8 +6,8 @@
 
 It is two classes: the index says what a token's summary is and how queries score it (`RoundedConfig`), the method has the
 hyper-parameters as fields (`RoundedKeys`). Windows, host rows, block tables, triggers, reads of selected rows, attention,
-counters, forks and sessions come with them. So do captured steps on a GPU, and pages of vLLM on a CPU, if the line above runs
-in its processes, too (docs/design/engine.md):
+counters, forks and sessions come with them. So do captured steps on a GPU, and pages of vLLM, if the line above runs in its
+processes, too (docs/design/engine.md):
 
     llm = vllm.LLM(MODEL, attention_backend="CUSTOM", additional_config={"kvrecall": {"method": "rounded-keys"}})
 """

@@ -75,7 +75,7 @@ def test_an_engine_with_pages_of_its_own_finds_what_a_cache_finds() -> None:
     shape = LayerShape(1, 4, 2, DIM, torch.float32, torch.device("cpu"))
     pages = torch.full((9, config.paged_bytes(shape, size)), 255, dtype=torch.uint8)
     paged, tables = config.paged(shape, size), [[4, 1, 7], [2, 8, 3]]
-    paged.bind(pages)
+    paged.bind(pages, torch.empty(9, 2, size, 2, DIM))
     texts = [torch.randn(2, 40, DIM) for _ in tables]
     for keys, table in zip(texts, tables, strict=True):
         for start, stop in ((0, 25), (25, 26), (26, 40)):

@@ -12,7 +12,7 @@ from tests.step.test_paged import cut, dense, tokens
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
-GIVEN = paged.GIVEN[:2]
+GIVEN = [*paged.GIVEN[:2], paged.GIVEN[3], *paged.PAGES[:2]]
 
 
 @pytest.fixture(autouse=True, params=[16, 1], ids=["", "window-alone"])

@@ -100,10 +100,10 @@ class Device:
 
     def _replay(self, q: Tensor, k: Tensor, v: Tensor, asked: Pass, window: Window) -> Tensor:
         """A pass by a graph, over inputs at fixed addresses; only the plan is filled outside, as under vLLM."""
-        inputs = q, k, v, asked.blocks, window.blocks
+        inputs = q, k, v, asked.blocks, window.blocks, asked.slots
         if self._recorded is None:
             fixed, out = [x.clone() for x in inputs], torch.empty_like(q)
-            own = replace(asked, blocks=fixed[3], decoded=asked.decoded if self.drafts else fixed[3])
+            own = replace(asked, blocks=fixed[3], slots=fixed[5], decoded=asked.decoded if self.drafts else fixed[3])
             decode = partial(self.layer.decode, *fixed[:3], own, replace(window, blocks=fixed[4]), out)
             aside = torch.cuda.Stream()
             aside.wait_stream(torch.cuda.current_stream())

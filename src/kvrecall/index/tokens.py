@@ -1,8 +1,8 @@
 """Search over single tokens: every token of the zone is scored, and the best are selected.
 
-In a device step torch functions of fixed sizes do so. Each token is summarised when it comes, and can be found after it has
-left the window. A search reads all summaries that there is room for, so an index that must be fast over many tokens needs its
-own kernels.
+In a device step torch functions of fixed sizes do so, over slots (`TokenStep`) and over an engine's blocks (`TokenKernels`).
+Each token is summarised when it comes, and can be found after it has left the window. A search reads all summaries that there
+is room for, so an index that must be fast over many tokens needs its own kernels.
 """
 
 # Kernel launches take arguments that type checkers do not know.

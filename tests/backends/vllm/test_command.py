@@ -65,7 +65,7 @@ def test_a_second_additional_config_is_merged_and_wins(given: list[str]) -> None
 @pytest.mark.parametrize(
     ("config", "given", "said"),
     [
-        ({"method": "prkv"}, [], "Served are exact, pariskv, pariskv-balanced"),
+        ({"method": "prkv"}, [], "Served are arkvale, exact, pariskv, pariskv-balanced"),
         ({"method": "exact", "top_kk": 3}, [], "Did you mean 'top_k'"),
         (EXACT, ["--additional-config", '{"kvrecall": {"method": "quest"}}'], "Served are"),
         (EXACT, ["--additional-config", '{"kvrecall": [1]}'], "an object"),

@@ -30,6 +30,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "exact": {"method": "exact"},
     "products": {"method": "pariskv", "stage1": "product"},
     "balanced": {"method": "pariskv-balanced"},
+    "quest": {"method": "quest", "dense_layers": []},
 }
 ENGINE = {"dtype": "float32", "max_model_len": 2048, "max_num_batched_tokens": 256, "max_num_seqs": 4, "block_size": 128}
 """Prompts are read in chunks, beside sequences that decode."""
