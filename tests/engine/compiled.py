@@ -47,14 +47,15 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         attributes: dict[tuple[int, ...], Any] = {}
 
         def take(value: Any, param: Any, path: tuple[int, ...]) -> Any:
-            """The type of an argument, or of each member of a group."""
+            """The type of an argument, or of each member of a group, which Triton always specialises."""
             if isinstance(value, tuple):
                 return type(value)(*(take(one, param, (*path, i)) for i, one in enumerate(value)))
-            fixed, special = isinstance(value, (triton.language.constexpr, triton.JITFunction)), not param.do_not_specialize
+            fixed = isinstance(value, (triton.language.constexpr, triton.JITFunction))
+            special = len(path) > 1 or not param.do_not_specialize
             if param.is_constexpr or fixed or (special and type(value) is int and value == 1):
                 values[path] = value.value if isinstance(value, triton.language.constexpr) else value
                 return "constexpr"
-            if special and aligned(value) and not param.do_not_specialize_on_alignment:
+            if special and aligned(value) and (len(path) > 1 or not param.do_not_specialize_on_alignment):
                 attributes[path] = [["tt.divisibility", 16]]
             return type_name(value)
 

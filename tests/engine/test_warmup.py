@@ -14,7 +14,7 @@ import torch
 import kvrecall
 from kvrecall.attend import cudnn
 from kvrecall.core.structs import AttentionParams
-from kvrecall.index.sphere import SphereConfig
+from kvrecall.methods.base import Method
 from kvrecall.step.device import DeviceLayer, Pass, Window, searched_together
 from kvrecall.step.plan import PassPlan
 from kvrecall.step.stream import PLACES, STREAMED_TOKENS, HostBlocks
@@ -27,19 +27,20 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 
 HEADS, GROUP, DIM, BLOCK, PAGE, LONGEST, MOST, CHUNK = 2, 4, 64, 128, 16, 1900, 40, 600
 METHOD = kvrecall.methods.get("pariskv-balanced", top_k=20, sink_tokens=16, local_tokens=64, rest="page-means:page_tokens=32")
+PAGES = kvrecall.methods.get("arkvale", top_k=70, sink_tokens=16, local_tokens=64, page_tokens=32)
 
 
 class Passes:
     """A layer, whose launches are recorded and do nothing."""
 
-    def __init__(self, drafts: int, keeps: bool) -> None:
-        self.drafts, here, index = drafts, torch.device("cpu"), METHOD.index_config()
-        assert isinstance(index, SphereConfig)
+    def __init__(self, method: Method, drafts: int, keeps: bool) -> None:
+        self.drafts, here, index = drafts, torch.device("cpu"), method.index_config()
+        assert index is not None
         shape = replace(Model(1, HEADS, GROUP, DIM).layer(HEADS, tokens=20), sequences=1, dtype=torch.bfloat16)
-        self.layer = DeviceLayer(0, shape, METHOD, index, AttentionParams(0.1), MOST, LONGEST, keeps=keeps, drafts=drafts)
-        self.plan = PassPlan(MOST, LONGEST, METHOD, index, BLOCK, here, drafts)
+        self.layer = DeviceLayer(0, shape, method, index, AttentionParams(0.1), MOST, LONGEST, keeps=keeps, drafts=drafts)
+        self.plan = PassPlan(MOST, LONGEST, method, index, BLOCK, here, drafts)
         self.layer.bind(
-            torch.zeros(3, width_of(index, METHOD.rest_config(), shape) * BLOCK * HEADS, dtype=torch.uint8),
+            torch.zeros(3, width_of(index, method.rest_config(), shape) * BLOCK * HEADS, dtype=torch.uint8),
             HostBlocks(3, shape, BLOCK),
         )
         whole = torch.empty(2, (GROUP + 2) * HEADS, DIM, dtype=torch.bfloat16)  # one product gives all three
@@ -54,18 +55,24 @@ class Passes:
         self.layer.forward(q, k, v, Pass.of(told, self.plan, BLOCK, self.drafts), window, torch.zeros(q.shape, dtype=q.dtype))
 
 
-@pytest.mark.parametrize(("drafts", "keeps"), [(0, True), (0, False), (3, True)])
-def test_nothing_is_compiled_later(drafts: int, keeps: bool, launches: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("method", "drafts", "keeps"),
+    [(METHOD, 0, True), (METHOD, 0, False), (METHOD, 3, True), (PAGES, 0, True), (PAGES, 3, True)],
+)
+def test_nothing_is_compiled_later(
+    method: Method, drafts: int, keeps: bool, launches: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever a prompt's length, its row of the batch, and the number of sequences that decode beside it."""
     monkeypatch.setattr("kvrecall.index.sphere.kernels.search.capability", lambda _: (9, 0))
     monkeypatch.setattr("kvrecall.merge.kernels_available", lambda _: True)
-    passes, dense, each = Passes(drafts, keeps), METHOD.sink_tokens + METHOD.local_tokens, 1 + drafts
+    passes, dense, each = Passes(method, drafts, keeps), method.sink_tokens + method.local_tokens, 1 + drafts
     limits = Limits(CHUNK, LONGEST, dense, 32, drafts, MOST * each, searched_together(MOST * each, LONGEST))
     for trial in trials(limits, gpu=True):
         passes.run(trial)
     known = set(launches)
     names = {kernel.__name__ for kernel, *_ in launches.values()}
-    assert {"store_kernel", "run_kernel", "encode_kernel", "mean_kernel", "take_in_kernel"} <= names
+    assert {"store_kernel", "run_kernel", "take_in_kernel"} <= names
+    assert ({"encode_kernel", "mean_kernel"} if method is METHOD else {"pages_kernel", "expand_kernel"}) <= names
     assert {"plan_kernel", "window_kernel", "paged_step_kernel"} <= names
     for count, past in ((1 + each, 0), (33, 0), (128, 0), (599, 0), (600, 600), (599, 1301), (8, 1), (100, 1024)):
         for steps in (0, 1, 3, 16):

@@ -231,9 +231,9 @@ class PagedKernels(ABC):
         """Resets what it knows of the keys that it was given."""
 
     @abstractmethod
-    def store(self, keys: Tensor, first: int, blocks: Tensor) -> None:
-        """Writes the summaries of keys `[H_kv, n, D]` of a prompt, at positions from `first` on. blocks: int32 `[W]`, of the
-        sequence. Earlier rows are on the host."""
+    def store(self, keys: Tensor, first: int, blocks: Tensor, row: int) -> None:
+        """Writes the summaries of keys `[H_kv, n, D]` of a prompt, at positions from `first` on. blocks: int32 `[b, W]`, of
+        which `row` is the sequence's. Earlier rows are on the host."""
 
     def store_decoded(self, keys: Tensor, slots: Tensor) -> None:  # noqa: B027 - optional: most summarise in the step's kernel
         """Writes the summaries of decoded tokens `[n, H_kv, D]`, unless `summary` does. slots: int64 `[n]`, block *

@@ -245,9 +245,9 @@ class TokenKernels(PagedKernels):
         self._size = rows.shape[2]
         self._tables = tables_in(pages, self._config, self._shape, self._size)
 
-    def store(self, keys: Tensor, first: int, blocks: Tensor) -> None:
+    def store(self, keys: Tensor, first: int, blocks: Tensor, row: int) -> None:
         positions = torch.arange(first, first + keys.shape[1], device=keys.device)
-        self._write(keys.transpose(0, 1), blocks[positions // self._size], positions % self._size)
+        self._write(keys.transpose(0, 1), blocks[row, positions // self._size], positions % self._size)
 
     def store_decoded(self, keys: Tensor, slots: Tensor) -> None:
         slots = slots.clamp_min(0)  # no sequence has block 0

@@ -319,7 +319,7 @@ class DeviceLayer:
             if chunk.past:  # its last tokens may have been decoded, because a pass had room for few of them
                 run_kernel[(heads,)](held, recent, chunk.row, chunk.past, self._every, self._phase, W=_STORED, **sizes)
             own = keys[chunk.tokens]
-            self.index.store(own.transpose(0, 1), chunk.past, batch.blocks[chunk.row])
+            self.index.store(own.transpose(0, 1), chunk.past, batch.blocks, chunk.row)
             page = self.scratch.mean_tokens
             whole = (chunk.past + len(own)) // page - chunk.past // page
             if self._means is not None and whole:

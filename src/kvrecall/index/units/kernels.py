@@ -85,7 +85,9 @@ def reps_of(of, i_b, i_kv, o_u, m_u, LENGTH: tl.constexpr):
         PAGES: tl.constexpr = of.BLOCK // of.PAGE
         b_block = tl.load(of.table + i_b.to(tl.int64) * of.TABLE + o_u // PAGES, mask=m_u, other=0).to(tl.int64)
         o_rep = b_block * of.STRIDE + (i_kv * PAGES + o_u % PAGES) * LENGTH
-        return of.reps + tl.multiple_of(o_rep, 8)[:, None]
+        if LENGTH % 8 == 0:
+            o_rep = tl.multiple_of(o_rep, 8)  # lets the compiler read 16 bytes at a time
+        return of.reps + o_rep[:, None]
     else:
         p_row = of.plan + i_b * of.FIELDS
         p_reps = tl.load(p_row + 2).to(tl.pointer_type(of.reps.dtype.element_ty)) + i_kv * tl.load(p_row + 3)

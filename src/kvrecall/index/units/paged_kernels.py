@@ -56,11 +56,12 @@ def summarise_page(own, i_piece, newest, rows, BLOCK: tl.constexpr, D: tl.conste
             tl.store(own.reps + o_rep + D + o_d, b_low, mask=o_d < D)
 
 
-@triton.jit(do_not_specialize=["past"])
-def pages_kernel(fresh, held, window, own, past, BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
-    """Program (page, KV head): a page that a chunk of a prompt, after `past` tokens with rows on the host, completes."""
+@triton.jit(do_not_specialize=["i_row", "past"])
+def pages_kernel(fresh, held, window, own, i_row, past, BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    """Program (page, KV head): a page that a chunk completes of the prompt in this row of the batch, after `past` tokens with
+    rows on the host."""
     newest = (past // own.PAGE + tl.program_id(0) + 1) * own.PAGE - 1
-    rows = head_rows(fresh, window, held, 0, 0, past, past, 0, tl.program_id(1), D)
+    rows = head_rows(fresh, window, held, 0, 0, past, past, i_row.to(tl.int64), tl.program_id(1), D)
     summarise_page(own, 0, newest, rows, BLOCK, D, BD)
 
 
@@ -91,16 +92,16 @@ class PageKernels(PagedKernels):
         spread = fixed(kind.bounds == "mean-deviation")
         return summarise_page, PageArguments(self._reps, self._reps.stride(0), fixed(kind.tokens), fixed(kind.points), spread)
 
-    def store(self, keys: Tensor, first: int, blocks: Tensor) -> None:
+    def store(self, keys: Tensor, first: int, blocks: Tensor, row: int) -> None:
         (heads, count, dim), page = keys.shape, self._kind.tokens
         whole = (first + count) // page - first // page
         if not whole:
             return
         assert keys.stride(2) == 1 and keys.stride(0) == dim, "heads of a token lie side by side"
-        fresh, held = Fresh(keys, keys, keys.stride(1), 0), Held(self._rows, blocks, 0, heads)
+        fresh, held = Fresh(keys, keys, keys.stride(1), 0), Held(self._rows, blocks, blocks.stride(0), heads)
         window = Recent(keys, blocks, 0, 1, 0, 0, 0)  # of which nothing is read
         pages_kernel[(whole, heads)](
-            fresh, held, window, self.summary()[1], first, BLOCK=self._size, D=dim, BD=next_power_of_2(dim), num_warps=4
+            fresh, held, window, self.summary()[1], row, first, BLOCK=self._size, D=dim, BD=next_power_of_2(dim), num_warps=4
         )
 
     def search(self, queries: Tensor, blocks: Tensor, plan: Tensor, fire: Tensor, scaling: float) -> None:

@@ -106,8 +106,8 @@ class CodeKernels(PagedKernels):
     def forget(self) -> None:
         self.zero_norms.zero_()
 
-    def store(self, keys: Tensor, first: int, blocks: Tensor) -> None:
-        encode(keys, self._maps, first, self._codes, blocks, self.zero_norms)
+    def store(self, keys: Tensor, first: int, blocks: Tensor, row: int) -> None:
+        encode(keys, self._maps, first, self._codes, blocks[row], self.zero_norms)
 
     def summary(self) -> tuple[Any, CodeArguments]:
         codes, maps, centring, dim = self._codes, self._maps, self._centring, self._shape.head_dim
