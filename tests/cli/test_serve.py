@@ -136,7 +136,7 @@ TRANSFORMERS = ("--engine", "transformers")
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["org/model", "--engine", "vllm", "--method", "prkv"], "Served are exact, pariskv, pariskv-balanced"),
+        (["org/model", "--engine", "vllm", "--method", "prkv"], "Served are arkvale, exact, pariskv, pariskv-balanced"),
         (["org/model", *VLLM, "--set", "top_k"], "--set"),
         (["org/model", *VLLM, "--device", "cuda:1"], "CUDA_VISIBLE_DEVICES"),
         (["org/model", *VLLM, "--context", "many"], "--context"),

@@ -285,34 +285,36 @@ def test_a_step_and_prompts_over_blocks_of_vllm(
 
 
 @pytest.mark.parametrize(
-    ("dim", "page", "bounds", "dtype", "capability"),
+    ("dim", "index", "heads", "dtype", "capability"),
     [
-        (64, 16, "min-max", torch.float16, 80), (128, 32, "mean-deviation", torch.bfloat16, 90),
-        (256, 64, "mean-deviation", torch.float32, 100), (80, 8, "mean", torch.bfloat16, 90),
+        (64, "pages:page_tokens=16,bounds=min-max", 2, torch.float16, 80), (128, "pages", 1, torch.bfloat16, 90),
+        (256, "pages:page_tokens=64", 2, torch.float32, 100), (80, "pages:page_tokens=8,bounds=mean", 2, torch.bfloat16, 90),
+        (128, "exact", 1, torch.bfloat16, 80),
     ],
 )  # fmt: skip
-def test_pages_over_blocks(
-    dim: int, page: int, bounds: str, dtype: torch.dtype, capability: int, launches: dict[str, Any]
+def test_pages_and_tokens_over_blocks(
+    dim: int, index: str, heads: int, dtype: torch.dtype, capability: int, launches: dict[str, Any]
 ) -> None:
     from kvrecall.step.device import Chunk, DeviceLayer, Pass, Window
     from kvrecall.step.plan import PassPlan
     from kvrecall.step.stream import HostBlocks
     from kvrecall.step.summaries import width_of
 
-    asked = kvrecall.Method(top_k=70, index=f"pages:page_tokens={page},bounds={bounds}", **ZONES | {"local_tokens": 64})
-    index, ints, here = asked.index_config(), {"dtype": torch.int32}, torch.device("cpu")
-    assert index is not None
-    shape = replace(Model(1, 2, 4, dim).layer(2, tokens=20), sequences=1, dtype=dtype)
-    layer, plan = DeviceLayer(0, shape, asked, index, AttentionParams(0.1), 3, 900), PassPlan(3, 900, asked, index, 128, here)
-    layer.bind(torch.zeros(9, width_of(index, None, shape) * 256, dtype=torch.uint8), HostBlocks(9, shape, 128))
+    asked = kvrecall.Method(top_k=70, index=index, **ZONES | {"local_tokens": 64})
+    config, ints, here = asked.index_config(), {"dtype": torch.int32}, torch.device("cpu")
+    assert config is not None
+    shape = replace(Model(1, heads, 4, dim).layer(heads, tokens=20), sequences=1, dtype=dtype)
+    layer, plan = DeviceLayer(0, shape, asked, config, AttentionParams(0.1), 3, 900), PassPlan(3, 900, asked, config, 128, here)
+    layer.bind(torch.zeros(9, width_of(config, None, shape) * 128 * heads, dtype=torch.uint8), HostBlocks(9, shape, 128))
     blocks = torch.zeros(3, 8, **ints)
     decoded = plan.fill(torch.tensor([0, 1, 2, 99], **ints), torch.tensor([800, 3, 97], **ints), blocks, 2)
-    window = Window(torch.zeros(9, 2, 16, 2 * dim, dtype=dtype), blocks, torch.zeros(99).long())
-    queries, keys = torch.zeros(99, 8, dim, dtype=dtype), torch.zeros(99, 2, dim, dtype=dtype)
+    window = Window(torch.zeros(9, heads, 16, 2 * dim, dtype=dtype), blocks, torch.zeros(99).long())
+    queries, keys = torch.zeros(99, 4 * heads, dim, dtype=dtype), torch.zeros(99, heads, dim, dtype=dtype)
     whole = Pass(2, [Chunk(2, slice(2, 99), 0)], plan, decoded, blocks, torch.zeros(99).long(), {})
     layer.store(keys, keys, whole, window)
     layer.decode(queries, keys, keys, whole, window, torch.zeros_like(queries))
-    own = {"pages_kernel", "score_kernel", "fill_kernel", "expand_kernel", "paged_step_kernel"}
+    own = {"paged_step_kernel"}
+    own |= {"pages_kernel", "score_kernel", "fill_kernel", "expand_kernel"} if index != "exact" else set()
     assert own < {kernel.__name__ for kernel, *_ in launches.values()}
     compile_all(launches, capability, own)
 

@@ -108,6 +108,18 @@ def test_steps_find_what_the_cpu_finds_whatever_their_rows_held_before(given: di
     assert Counts.of([device.layer], [device.plan]) == Counts.of([bench.layer], []) == Counts()
 
 
+def test_a_zone_whose_first_and_last_page_are_cut() -> None:
+    """By sinks and by the window. Both are the best, and have one token each, so three pages fill a budget of four tokens."""
+    given, (q, k, v) = paged.PAGES[0] | {"page_tokens": 4, "sink_tokens": 3}, tokens(70, 1)
+    q[-1], k[[3, 36, 37, 38, 39]] = 1.0, 3.0
+    device, bench = Device(given, top_k=4), paged.Bench(method_of(given, top_k=4))
+    for start, stop in ((0, 69), (69, 70)):
+        new = {0: cut((q, k, v), start, stop)}
+        close(device.feed(new)[0], bench.feed(new, {0: stop < 70})[0])
+    found = device.layer.index.ids[0]
+    assert found.shape == (HEADS, 4) and (found[:, 0] == 3).all() and (found[:, 3] == 36).all()
+
+
 @EACH_WAY
 def test_a_draft_s_tokens_get_what_each_gets_alone_whatever_is_rejected(given: dict, many: None) -> None:
     """Beside sequences without a draft, or with a shorter one, and rows that are nobody's. Blocks, and pages of means, end

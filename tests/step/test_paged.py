@@ -37,7 +37,7 @@ GIVEN = [
 ]
 PAGES = [
     {"method": "quest", "dense_layers": []},
-    {"method": "arkvale", "gqa": "max"},
+    {"method": "arkvale", "gqa": "max", "page_tokens": 16},
     {"method": "quest", "dense_layers": [], "gqa": "per_head", "page_tokens": 1},
 ]
 SMALL = {"sink_tokens": 5, "local_tokens": 33}

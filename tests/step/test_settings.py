@@ -131,5 +131,16 @@ def test_a_registration_that_cannot_be_imported_hides_no_refusal(monkeypatch: py
         Settings.of({"kvrecall": {"method": "quest"}})
 
 
+@pytest.mark.parametrize(
+    ("given", "most"), [({"method": "exact", "local_tokens": 64}, 63), ({"method": "arkvale", "local_tokens": 64}, 32)]
+)
+def test_a_draft_fits_into_the_window_beside_a_page(given: Any, most: int) -> None:
+    """The last token of a longer one would search a page that the same pass completes."""
+    settings = Settings.of({"kvrecall": given})
+    settings.check_drafts(most)
+    with pytest.raises(KVRecallError, match=r"local_tokens: expected at least 65.*got 64"):
+        settings.check_drafts(most + 1)
+
+
 def test_defaults_have_kernels() -> None:
     Settings.of({}).check_gpu()

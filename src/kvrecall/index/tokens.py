@@ -46,8 +46,8 @@ from kvrecall.select.topk import top_k_positions, union_rows
 
 _PIECE_TOKENS = 8192
 """Tokens of each slot that are scored at a time: bounds the copy that is gathered from blocks."""
-_MOST_SCORES, _SCORE_BYTES = 1 << 25, 32
-"""Scores of a search over an engine's blocks at a time, and the bytes that its functions take for each."""
+_MOST_BYTES, _SCORE_BYTES = 1 << 30, 48
+"""Most bytes that a search over an engine's blocks takes for its time, and those for a token's score and rank."""
 
 
 class TokenIndex(PerSequence, Index):
@@ -232,8 +232,10 @@ class TokenKernels(PagedKernels):
 
     def __init__(self, config: TokenConfig, shape: LayerShape, sizes: PagedSizes, like: TokenKernels | None) -> None:
         self._config, self._shape, self._sizes = config, shape, sizes
-        self.together = max(1, min(sizes.together, _MOST_SCORES // (shape.query_heads * sizes.longest)))
-        self.temporary_bytes = _SCORE_BYTES * self.together * shape.query_heads * sizes.longest
+        wide = sum(numbers * (dtype.itemsize + 8) for numbers, dtype in config.tables(shape).values())  # as float64, too
+        each = shape.kv_heads * wide * _PIECE_TOKENS + _SCORE_BYTES * shape.query_heads * sizes.longest
+        self.together = max(1, min(sizes.together, _MOST_BYTES // each))
+        self.temporary_bytes = self.together * each
         self._numbers = torch.arange(sizes.longest, device=shape.device) if like is None else like._numbers
         if like is None:
             counts = self.together, shape.kv_heads, sizes.top_k
@@ -250,6 +252,7 @@ class TokenKernels(PagedKernels):
         self._write(keys.transpose(0, 1), blocks[row, positions // self._size], positions % self._size)
 
     def store_decoded(self, keys: Tensor, slots: Tensor) -> None:
+        keys = keys.masked_fill((slots < 0).view(-1, 1, 1), 0)
         slots = slots.clamp_min(0)  # no sequence has block 0
         self._write(keys, slots // self._size, slots % self._size)
 

@@ -174,9 +174,11 @@ class Settings:
         Parts.of(method)
 
     def check_drafts(self, drafts: int) -> None:
-        """Raises ParameterError if drafts have so many tokens that the window does not hold them."""
-        if drafts >= self.method.local_tokens:
-            told = f"more than the {drafts} tokens of a draft, which are attended in full"
+        """Raises ParameterError if drafts have so many tokens that the window does not hold them: a draft's last token searches
+        no page that the same pass completes."""
+        least = drafts + self.index.paged_tokens
+        if least > self.method.local_tokens:
+            told = f"at least {least}, for a draft of {drafts} tokens, which are attended in full"
             raise ParameterError("local_tokens", told, self.method.local_tokens, "Take more.")
 
     def check_block_size(self, tokens: int) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import triton
@@ -20,6 +21,9 @@ from kvrecall.index.units.paged import pages_in
 from kvrecall.index.units.search import GpuUnitSearch
 from kvrecall.index.units.volumes import PageKind
 
+_ROWS = tl.constexpr(16)
+"""Rows of a page that a program reads at a time."""
+
 
 class PageArguments(NamedTuple):
     """Representations `[blocks, HEADS, BLOCK / PAGE, POINTS * D]` with STRIDE elements between blocks. SPREAD: whether bounds
@@ -34,21 +38,26 @@ class PageArguments(NamedTuple):
 
 @triton.jit
 def summarise_page(own, i_piece, newest, rows, BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
-    """Writes the representation of the page that ends with position `newest`, if one does. Bytes: 2 D per token, read once."""
+    """Writes the representation of the page that ends with position `newest`, if one does. Bytes: 2 D per token, twice
+    for a mean with its deviation."""
     if (newest + 1) % own.PAGE == 0:
         first = newest + 1 - own.PAGE
-        o_d = tl.arange(0, BD)
-        b_k = load_part(rows, first + tl.arange(0, own.PAGE), tl.full([own.PAGE], 1, tl.int1), False, BLOCK, D, BD)
-        b_k = b_k.to(tl.float32)
+        W: tl.constexpr = min(own.PAGE, _ROWS)
+        o_d, m_w = tl.arange(0, BD), tl.full([W], 1, tl.int1)
+        b_sum = tl.zeros([BD], tl.float32)
+        b_high, b_low = tl.full([BD], float("-inf"), tl.float32), tl.full([BD], float("inf"), tl.float32)
+        for i in range(first, newest + 1, W):
+            b_k = load_part(rows, i + tl.arange(0, W), m_w, False, BLOCK, D, BD).to(tl.float32)
+            b_sum += tl.sum(b_k, 0)
+            b_high, b_low = tl.maximum(b_high, tl.max(b_k, 0)), tl.minimum(b_low, tl.min(b_k, 0))
         if own.POINTS == 1:
-            b_high = tl.sum(b_k, 0) / own.PAGE
-            b_low = b_high
+            b_high = b_sum / own.PAGE
         elif own.SPREAD:
-            b_mean = tl.sum(b_k, 0) / own.PAGE
-            b_spread = tl.sum(tl.abs(b_k - b_mean[None, :]), 0) / own.PAGE
-            b_high, b_low = b_mean + b_spread, b_mean - b_spread
-        else:
-            b_high, b_low = tl.max(b_k, 0), tl.min(b_k, 0)
+            b_mean, b_spread = b_sum / own.PAGE, tl.zeros([BD], tl.float32)
+            for i in range(first, newest + 1, W):
+                b_k = load_part(rows, i + tl.arange(0, W), m_w, False, BLOCK, D, BD).to(tl.float32)
+                b_spread += tl.sum(tl.abs(b_k - b_mean[None, :]), 0)
+            b_high, b_low = b_mean + b_spread / own.PAGE, b_mean - b_spread / own.PAGE
         block = tl.load(rows.blocks + first // BLOCK).to(tl.int64)
         o_rep = block * own.STRIDE + (rows.i_kv * BLOCK + first % BLOCK) // own.PAGE * (own.POINTS * D)
         tl.store(own.reps + o_rep + o_d, b_high, mask=o_d < D)
@@ -74,9 +83,10 @@ class PageKernels(PagedKernels):
         self._kind, self._shape, self._sizes = kind, shape, sizes
         if like is None:
             group = shape.query_heads // shape.kv_heads
+            units = replace(kind.units, cut=2)  # where sinks end, and where the window begins
             with lasting_tensors():
                 self._search = GpuUnitSearch(
-                    sizes.together, shape.kv_heads, group, shape.head_dim, kind.gqa, kind.units, sizes.top_k,
+                    sizes.together, shape.kv_heads, group, shape.head_dim, kind.gqa, units, sizes.top_k,
                     cdiv(sizes.longest, kind.tokens), shape.dtype, shape.device,
                 )  # fmt: skip
         else:
@@ -97,7 +107,7 @@ class PageKernels(PagedKernels):
         whole = (first + count) // page - first // page
         if not whole:
             return
-        assert keys.stride(2) == 1 and keys.stride(0) == dim, "heads of a token lie side by side"
+        assert keys.stride(2) == 1 and (heads == 1 or keys.stride(0) == dim), "heads of a token lie side by side"
         fresh, held = Fresh(keys, keys, keys.stride(1), 0), Held(self._rows, blocks, blocks.stride(0), heads)
         window = Recent(keys, blocks, 0, 1, 0, 0, 0)  # of which nothing is read
         pages_kernel[(whole, heads)](

@@ -41,10 +41,11 @@ def plan_row(reps: Tensor, members: Tensor, offsets: Tensor, scores: Tensor, bud
 class UnitKind:
     """Properties of units. volume: representations are hi | lo, else one mean. sized: log(tokens) is added to logits.
 
-    ordered: all members of a unit come before those of the next. least_tokens: smallest unit, but for one per sequence.
+    ordered: all members of a unit come before those of the next. least_tokens: smallest unit, but for `cut` of a sequence.
     """
 
     volume: bool
     sized: bool = False
     ordered: bool = False
     least_tokens: int = 1
+    cut: int = 1

@@ -48,7 +48,7 @@ class GpuUnitSearch:
         self._lanes = 1 if mode == "mean_q" else group
         self._like = torch.empty(1, dtype=dtype, device=device)
         self._stored = 1 if mode == "max" else self._lanes
-        needed = min(units, cdiv(top_k, kind.least_tokens) + (kind.least_tokens > 1))  # units that fill the budget
+        needed = min(units, cdiv(top_k, kind.least_tokens) + kind.cut * (kind.least_tokens > 1))  # units that fill the budget
         self._block = max(_LEAST_CHUNK, next_power_of_2(cdiv(units, _CHUNKS)))
         count = cdiv(units, self._block)
         self._chunks = next_power_of_2(count) if count < 4 else 4 * cdiv(count, 4)  # few values, as each is compiled
