@@ -107,7 +107,7 @@ def test_memory_is_counted_once() -> None:
         ({}, {"context_tokens": 0}, "context_tokens"),
         ({}, {"ranks": 5}, "ranks.*query heads"),
         ({}, {"num_speculative_tokens": -1}, "num_speculative_tokens"),
-        ({}, {"num_speculative_tokens": 1024}, "local_tokens: expected more than the 1024 tokens of a draft"),
+        ({}, {"num_speculative_tokens": 1024}, "local_tokens: expected at least 1025, for a draft of 1024 tokens"),
     ],
 )
 def test_what_is_not_served_is_refused(given: dict[str, Any], more: dict[str, Any], said: str) -> None:
