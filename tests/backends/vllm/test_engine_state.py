@@ -315,7 +315,7 @@ CONFIG = SimpleNamespace(
         (
             "speculative_config",
             SimpleNamespace(method="ngram", num_speculative_tokens=1024),
-            "local_tokens: expected more than",
+            "local_tokens: expected at least",
         ),
         ("cache_config", SimpleNamespace(cache_dtype="fp8"), "kv_cache_dtype=fp8"),
         ("cache_config", SimpleNamespace(cache_dtype="auto", mamba_cache_mode="align"), "align"),
