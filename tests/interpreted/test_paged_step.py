@@ -15,7 +15,12 @@ from tests.step import test_paged as paged
 from tests.step.on_device import MOST, PAGE, Device
 from tests.step.test_paged import DIM, HEADS, SHAPE, SIZE, cut, dense, method_of, tokens
 
-GIVEN = [*paged.GIVEN[:2], *paged.GIVEN[3:], *paged.PAGES[:2], paged.PAGES[0] | {"page_tokens": 8, "gqa": "max_softmax"}]
+GIVEN = [
+    *paged.GIVEN[:2],
+    *paged.GIVEN[3:],
+    *paged.PAGES[:2],
+    paged.PAGES[0] | {"page_tokens": 8, "gqa": "max_softmax"} | paged.MEANS,
+]
 
 
 EACH_WAY = pytest.mark.parametrize(

@@ -203,8 +203,7 @@ class PagedTokens(PagedIndex):
         self._tables = tables_in(pages, self._config, self._shape, self._size)
 
     def store(self, keys: Tensor, first: int, slots: Tensor) -> None:
-        for table, rows in zip(self._tables, self._config.summaries(keys), strict=True):
-            table[slots // self._size, :, slots % self._size] = rows.transpose(0, 1).to(table.dtype)
+        write_summaries(self._config, self._tables, keys.transpose(0, 1), slots // self._size, slots % self._size)
 
     def search(self, queries: Tensor, tables: list[list[int]], ends: list[int], sinks: int, budget: Budget) -> Selection:
         heads, gqa, found = self._shape.kv_heads, self._config.gqa, []
@@ -249,30 +248,47 @@ class TokenKernels(PagedKernels):
 
     def store(self, keys: Tensor, first: int, blocks: Tensor, row: int) -> None:
         positions = torch.arange(first, first + keys.shape[1], device=keys.device)
-        self._write(keys.transpose(0, 1), blocks[row, positions // self._size], positions % self._size)
+        own = blocks[row, positions // self._size].long()
+        write_summaries(self._config, self._tables, keys.transpose(0, 1), own, positions % self._size)
 
     def store_decoded(self, keys: Tensor, slots: Tensor) -> None:
         keys = keys.masked_fill((slots < 0).view(-1, 1, 1), 0)
         slots = slots.clamp_min(0)  # no sequence has block 0
-        self._write(keys, slots // self._size, slots % self._size)
-
-    def _write(self, keys: Tensor, blocks: Tensor, offsets: Tensor) -> None:
-        for table, rows in zip(self._tables, self._config.summaries(keys), strict=True):
-            table[blocks.long(), :, offsets] = rows.to(table.dtype)
+        write_summaries(self._config, self._tables, keys, slots // self._size, slots % self._size)
 
     def search(self, queries: Tensor, blocks: Tensor, plan: Tensor, fire: Tensor, scaling: float) -> None:
-        gqa, longest, ends = self._config.gqa, self._sizes.longest, plan[:, 0].view(-1, 1, 1, 1)
-        grouped = search_queries(queries, self._shape.kv_heads, gqa)
-        held = blocks[:, : cdiv(longest, self._size)].long().split(max(1, _PIECE_TOKENS // self._size), 1)
-        scored = [
-            self._config.scores(grouped, [table[some].transpose(1, 2).flatten(2, 3) for table in self._tables]) for some in held
-        ]
-        scores = torch.cat(scored, -1)[..., :longest].masked_fill(self._numbers >= ends, float("-inf"))
-        ranked = reduce_scores(scores, gqa, scaling).masked_fill(self._numbers < self._sizes.sinks, float("-inf"))
-        ids = top_k_positions(ranked, self._sizes.top_k)
-        last = torch.iinfo(torch.int32).max
-        found = torch.where(ranked.gather(-1, ids) > float("-inf"), ids, last).sort(-1).values
-        self.ids[: len(queries), :, : ids.shape[-1]] = torch.where(found == last, -1, found)
+        sizes, own = self._sizes, blocks[:, : cdiv(self._sizes.longest, self._size)]
+        found = best_in_blocks(
+            self._config, queries, self._tables, own, self._numbers, sizes.sinks, plan[:, 0], Budget(sizes.top_k, scaling)
+        )
+        self.ids[: len(queries), :, : found.shape[-1]] = found
+
+
+def write_summaries(config: TokenConfig, tables: list[Tensor], keys: Tensor, blocks: Tensor, offsets: Tensor) -> None:
+    """Writes the summaries of keys `[n, H_kv, D]` in these places, int64 `[n]`, of tables `[blocks, H_kv, block_size, ·]`."""
+    for table, rows in zip(tables, config.summaries(keys), strict=True):
+        table[blocks, :, offsets] = rows.to(table.dtype)
+
+
+def best_in_blocks(
+    config: TokenConfig, queries: Tensor, tables: Sequence[Tensor], blocks: Tensor, numbers: Tensor, first: int, ends: Tensor,
+    budget: Budget,
+) -> Tensor:  # fmt: skip
+    """The best tokens first .. ends[b] - 1 of sequences in blocks int32 `[b, W]`, by torch functions of fixed sizes.
+
+    queries: `[b, H_q, D]`. tables: `[blocks, H_kv, block_size, ·]`. numbers: 0 .. n - 1 for the most tokens n of a sequence.
+    ends: int `[b]`. Returns int32 `[b, H_kv, min(top_k, n)]`, ascending, padded with -1.
+    """
+    _, heads, size, _ = tables[0].shape
+    grouped, kv = search_queries(queries, heads, config.gqa), torch.arange(heads, device=queries.device).view(1, -1, 1)
+    pieces = blocks.long().unsqueeze(1).split(max(1, _PIECE_TOKENS // size), 2)
+    scored = [config.scores(grouped, [table[piece, kv].flatten(2, 3) for table in tables]) for piece in pieces]
+    scores = torch.cat(scored, -1)[..., : len(numbers)].masked_fill(numbers >= ends.view(-1, 1, 1, 1), float("-inf"))
+    ranked = reduce_scores(scores, config.gqa, budget.scaling).masked_fill(numbers < first, float("-inf"))
+    ids = top_k_positions(ranked, budget.top_k)
+    last = torch.iinfo(torch.int32).max
+    found = torch.where(ranked.gather(-1, ids) > float("-inf"), ids, last).sort(-1).values
+    return torch.where(found == last, -1, found).to(torch.int32)
 
 
 class TokenStep(IndexStep):
@@ -281,7 +297,7 @@ class TokenStep(IndexStep):
     def __init__(self, index: KeyIndex, spec: SlotSpec) -> None:
         """index: any index of the kind that will join."""
         super().__init__(spec)
-        self._config, self._gqa = index.config, index.config.gqa
+        self._config = index.config
         self._memories = [table.memory for table in index.tables.values()]
         for memory in self._memories:
             memory.commit(1)  # slots without a sequence read block 0
@@ -290,7 +306,6 @@ class TokenStep(IndexStep):
         self.ids = torch.full((*size, spec.top_k), -1, dtype=torch.int32, device=device)
         self.counts = torch.zeros(size, dtype=torch.int32, device=device)
         self._numbers = torch.arange(spec.tokens, device=device)
-        self._heads = torch.arange(spec.shape.kv_heads, device=device).view(1, -1, 1)
 
     def fits(self, index: Index, zones: list[ZoneLengths], room: int) -> bool:
         if not isinstance(index, KeyIndex) or index.config != self._config:
@@ -305,21 +320,12 @@ class TokenStep(IndexStep):
 
     def search(self, queries: Tensor, fire: Tensor, zones: SlotZones, scaling: float) -> None:
         assert isinstance(zones, DeviceZones)
-        grouped = search_queries(
-            queries.flatten(1).unflatten(1, (-1, self.spec.shape.head_dim)), self.counts.shape[1], self._gqa
-        )
-        blocks = self.spec.host.blocks.split(max(1, _PIECE_TOKENS // self.spec.host.block_size), 1)
-        scored = [self._config.scores(grouped, self._gathered(piece)) for piece in blocks]
-        window = self._numbers >= zones.retrieval.view(-1, 1, 1, 1)
-        logits = torch.cat(scored, -1)[..., : len(self._numbers)].masked_fill(window, float("-inf"))
-        ranked = reduce_scores(logits, self._gqa, scaling)
-        ids = top_k_positions(ranked, self.spec.top_k)
-        real = ranked.gather(-1, ids) > float("-inf")
-        searching = fire != 0
-        width = ids.shape[-1]
-        best = torch.where(real, ids, -1).to(torch.int32)
+        flat = queries.flatten(1).unflatten(1, (-1, self.spec.shape.head_dim))
+        tables, budget = [memory.rows for memory in self._memories], Budget(self.spec.top_k, scaling)
+        best = best_in_blocks(self._config, flat, tables, self.spec.host.blocks, self._numbers, 0, zones.retrieval, budget)
+        searching, width = fire != 0, best.shape[-1]
         self.ids[..., :width] = torch.where(searching.unsqueeze(-1), best, self.ids[..., :width])
-        self.counts.copy_(torch.where(searching, real.sum(-1, dtype=torch.int32), self.counts))
+        self.counts.copy_(torch.where(searching, (best >= 0).sum(-1, dtype=torch.int32), self.counts))
 
     def step(self, inputs: SlotStep) -> Tensor:
         from kvrecall.cache.slot_kernels import row_kernel
@@ -334,11 +340,6 @@ class TokenStep(IndexStep):
                 memory.rows.stride(0), BLOCK=table.block_size, WIDTH=width, BW=next_power_of_2(width), num_warps=1,
             )  # fmt: skip
         return super().step(inputs)
-
-    def _gathered(self, blocks: Tensor) -> list[Tensor]:
-        """The summaries in blocks int32 `[slots, w]`, `[slots, H_kv, w * block_size, width]` for each table."""
-        at = blocks.long().unsqueeze(1), self._heads
-        return [memory.rows[at].flatten(2, 3) for memory in self._memories]
 
 
 class TrainedIndex(TokenIndex):

@@ -128,9 +128,8 @@ class RetrievalBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
         self._drafts, size = engine.drafts, kv_cache_spec.block_size
         self.reorder_batch_threshold = 1 + self._drafts  # decoding sequences, with their drafts, come first in a batch
         if device.type == "cuda":
-            self.plan = PassPlan(
-                engine.most, engine.longest, engine.settings.method, engine.settings.index, size, device, self._drafts
-            )
+            own = engine.settings
+            self.plan = PassPlan(engine.most, engine.longest, own.method, own.index, size, device, self._drafts)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> RetrievalMetadata:
         told, size = common_attn_metadata, self.kv_cache_spec.block_size
@@ -194,7 +193,7 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         self._engine.impls.append(self)
         means = settings.method.rest_config()
         width = width_of(settings.index, means, shape)
-        own.attn_backend = backend = of_pages(width, least_block(self._engine.settings.method))
+        own.attn_backend = backend = of_pages(width, least_block(settings.method))
         if not hasattr(AttentionBackend, "customize_spec"):  # before 0.28 vLLM does not call it
             stock = own.get_kv_cache_spec
             own.get_kv_cache_spec = lambda config: backend.customize_spec(stock(config))
