@@ -94,7 +94,7 @@ def stages(method: Method, heads: Heads, zones: ZoneLengths) -> dict[str, Moved]
         "top-k": Moved(heads.kv * (candidates * (4 + 4 * kept) + 4 * top_k)),
         "attend+merge": Moved(heads.cache_bytes(zones.resident + 1), heads.cache_bytes(top_k)),
     }
-    means = method.rest_config()
+    means = method.estimate_config()
     if means is not None:
         found["page means"] = Moved(heads.cache_bytes(tokens // means.page_tokens))
     return found

@@ -48,9 +48,9 @@ CONFIGS: dict[str, Callable[[int], Method]] = {
         f"{name}-early": lambda n, name=name: replace(gpu_layer.CONFIGS[name](n), trigger=Speculative())
         for name in ("product", "paper")
     },
-    "balanced-rest": lambda n: replace(gpu_layer.CONFIGS["balanced"](n), rest=PageMeans()),
-    "balanced-512-rest": lambda n: replace(gpu_layer.CONFIGS["balanced-512"](n), rest=PageMeans()),
-    "balanced-512-rest-reuse": lambda n: replace(gpu_layer.CONFIGS["balanced-512-reuse"](n), rest=PageMeans()),
+    "balanced-rest": lambda n: replace(gpu_layer.CONFIGS["balanced"](n), estimate=PageMeans()),
+    "balanced-512-rest": lambda n: replace(gpu_layer.CONFIGS["balanced-512"](n), estimate=PageMeans()),
+    "balanced-512-rest-reuse": lambda n: replace(gpu_layer.CONFIGS["balanced-512-reuse"](n), estimate=PageMeans()),
     "prkv": lambda _: PRKV(full_attention_threshold=0),
     "louiskv": lambda _: LouisKV(threshold=-1.0, max_stride=_STRIDE, full_attention_threshold=0),
     "freekv": lambda _: FreeKV(full_attention_threshold=0),

@@ -40,7 +40,7 @@ FIELDS: tuple[str, ...] = ("engine", "task", "context", "sample", "score", "prom
 
 def suite(args: argparse.Namespace) -> Suite:
     """The plan of all engines. `full` is the first condition, ours the second."""
-    own = methods.parse(f"{NAME}:rest=page-means;sink_tokens={ZONES['sink_tokens']};local_tokens={ZONES['local_tokens']}")
+    own = methods.parse(f"{NAME}:estimate=page-means;sink_tokens={ZONES['sink_tokens']};local_tokens={ZONES['local_tokens']}")
     model, tokenizer = models.load(args.model, dtype=args.dtype, device="cpu")
     plan = Plan(tuple(args.tasks.split(",")), contexts=(args.context,), samples=args.samples)
     return Suite(plan, Asker(model, tokenizer), conditions([own.text], [args.top_k]))

@@ -88,7 +88,7 @@ class ToyEngine:
         self.settings = Settings.of({"kvrecall": settings})  # (1) the method; raises for one that needs more than blocks
         method, params = self.settings.method, AttentionParams(DIM**-0.5)
         shape = LayerShape(1, HEADS, KV_HEADS, DIM, torch.float32, torch.device("cpu"))  # (2) the shape of each layer
-        width = width_of(self.settings.index, method.rest_config(), shape) * KV_HEADS * block_size
+        width = width_of(self.settings.index, method.estimate_config(), shape) * KV_HEADS * block_size
         self.hosts = [HostBlocks(blocks, shape, block_size) for _ in range(LAYERS)]  # (3) memory by block: rows on the host,
         pages = [torch.zeros(blocks, width, dtype=torch.uint8) for _ in range(LAYERS)]  # and pages for summaries
         self.layers = [PagedLayer.over(i, shape, method, params, pages[i], self.hosts[i]) for i in range(LAYERS)]

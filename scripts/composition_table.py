@@ -21,7 +21,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "static": tuple(parts.names("static")),
     "gqa": GQA_MODES,
     "prune": tuple(parts.names("prune")),
-    "rest": tuple(parts.names("rest")),
+    "estimate": tuple(parts.names("estimate")),
     "fetch": (*parts.names("fetch"), "direct:reuse=true"),
     "attend": PLACES,
 }

@@ -53,7 +53,7 @@ def method_of(name: str) -> Any:
         "products": lambda: kvrecall.ParisKV(weight_dtype="float32", **product | {"top_k": 8}),
         "early": lambda: kvrecall.ParisKV(trigger="speculative:threshold=0.9", **product),
         "stride": lambda: kvrecall.ParisKV(trigger="fixed-stride:steps=3", **settings),
-        "page-means": lambda: kvrecall.methods.get("pariskv-balanced", rest="page-means:page_tokens=8", **settings),
+        "page-means": lambda: kvrecall.methods.get("pariskv-balanced", estimate="page-means:page_tokens=8", **settings),
         "louiskv": lambda: kvrecall.LouisKV(dense_layers=(0,), cluster_tokens=8, max_segment_tokens=16, **settings),
         "prkv": lambda: kvrecall.PRKV(window_tokens=32, refresh_interval=20, **pages),
         "quest": lambda: kvrecall.methods.Quest(dense_layers=(0,), **pages),

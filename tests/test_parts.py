@@ -93,7 +93,7 @@ def test_the_parts_of_the_presets_come_back_from_their_text(name: str) -> None:
         method.trigger_config(),
         method.static_config(),
         method.prune_config(),
-        method.rest_config(),
+        method.estimate_config(),
         method.fetch_config(),
     ):
         assert part is None or parts.get(part.role, str(part)) == part

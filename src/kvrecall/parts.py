@@ -42,7 +42,7 @@ _PARTS: dict[str, dict[str, tuple[str, str]]] = {
         "outlier-pages": ("kvrecall.baselines.shadowkv", "OutlierPages"),
     },
     "prune": {"top-p": ("kvrecall.baselines.twilight", "TopP")},
-    "rest": {"page-means": ("kvrecall.index.page_means", "PageMeans")},
+    "estimate": {"page-means": ("kvrecall.index.page_means", "PageMeans")},
     "fetch": {"direct": ("kvrecall.fetch", "Direct"), "staged": ("kvrecall.fetch", "Staged")},
 }
 

@@ -284,7 +284,7 @@ TINY: dict[str, Any] = {"top_k": 8, "sink_tokens": 2, "local_tokens": 8, "update
     kvrecall.methods.ArkVale(dense_layers=()), kvrecall.ParisKV(trigger="speculative"), kvrecall.ParisKV(dense_layers=(1,)),
     kvrecall.ParisKV(per_layer={0: {"top_k": 64}, 1: {"trigger": "fixed-stride"}}),
     kvrecall.LouisKV(dense_layers=(), per_layer={1: {"threshold": 0.5}}),
-    kvrecall.ParisKV(rest="page-means"), kvrecall.Full(), kvrecall.LouisKV(dense_layers=tuple(range(8))),
+    kvrecall.ParisKV(estimate="page-means"), kvrecall.Full(), kvrecall.LouisKV(dense_layers=tuple(range(8))),
 ], ids=lambda method: type(method).__name__)  # fmt: skip
 def test_methods_that_are_captured(method: kvrecall.Method) -> None:
     check_methods(kvrecall.RetrievalCache(tiny("llama").config, method))
@@ -300,8 +300,8 @@ def test_methods_that_are_captured(method: kvrecall.Method) -> None:
     (kvrecall.LouisKV(dense_layers=(), attend="host"), "the CPU attends"),
     (kvrecall.Method(index="sphere", static="observation-window"), "static sets beside a sphere index"),
     (kvrecall.Method(index="pages", prune="top-p:p=0.9"), "pruned on the host"),
-    (kvrecall.Method(index="pages", rest="page-means"), "page means with index 'pages' have no kernel"),
-    (kvrecall.ParisKV(rest="page-means", trigger="fixed-stride:steps=3"), "trigger 'fixed-stride'.*outlives the pages"),
+    (kvrecall.Method(index="pages", estimate="page-means"), "page means with index 'pages' have no kernel"),
+    (kvrecall.ParisKV(estimate="page-means", trigger="fixed-stride:steps=3"), "trigger 'fixed-stride'.*outlives the pages"),
     (kvrecall.ParisKV(per_layer={1: {"gqa": "per_head"}}), "layer 1: gqa='per_head' has no kernel"),
 ], ids=lambda value: type(value).__name__ if isinstance(value, kvrecall.Method) else "")  # fmt: skip
 def test_what_cannot_be_captured_says_why(method: kvrecall.Method, reason: str) -> None:

@@ -29,7 +29,7 @@ OWN: dict[str, dict[str, Any]] = {
     "full": {"top_k": None},
 }
 PARTS: dict[str, dict[str, Any]] = {
-    "pariskv+means": {"method": "pariskv", "rest": "page-means:page_tokens=6"},
+    "pariskv+means": {"method": "pariskv", "estimate": "page-means:page_tokens=6"},
     "pariskv+stride": {"method": "pariskv", "trigger": "fixed-stride:steps=4"},
     "exact+prune": {"method": "exact", "prune": "top-p:p=0.9", "static": "observation-window:window_tokens=8,interval=5"},
 }
@@ -227,6 +227,19 @@ def test_a_newer_version_is_refused(model: Any, tmp_path: Path) -> None:
     read(model).save(tmp_path)
     rewritten(tmp_path, lambda held: held.update(version=2))
     refused(tmp_path, model.config, "expected version 1, got version 2. Use a newer kvrecall")
+
+
+def test_a_session_may_have_a_former_name_of_a_setting(model: Any, tmp_path: Path) -> None:
+    """`estimate` was `rest`: people have sessions with it."""
+    cache = read(model, "pariskv+means")
+    cache.save(tmp_path)
+    assert "estimate" in read_info(tmp_path).settings
+    rewritten(tmp_path, lambda held: held["settings"].update(rest=held["settings"].pop("estimate")))
+    assert set(read_info(tmp_path).settings) >= {"rest", "top_k"}
+    other = RetrievalCache.load(tmp_path, model.config)
+    assert other.method == cache.method and torch.equal(decode(model, cache, 3), decode(model, other, 3))
+    rewritten(tmp_path, lambda held: held["settings"].update(estimate=held["settings"]["rest"]))
+    refused(tmp_path, model.config, "estimate and rest")
 
 
 def test_an_index_is_read_back_as_it_was_written(model: Any, tmp_path: Path) -> None:

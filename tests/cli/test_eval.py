@@ -213,7 +213,7 @@ def test_tune_writes_a_method_file_that_eval_and_caches_read(cli: Cli, tiny: Pat
     cache = kvrecall.RetrievalCache.from_file(AutoConfig.from_pretrained(tiny), out)
     assert (
         isinstance(cache.method, kvrecall.ParisKVBalanced)
-        and cache.method.rest
+        and cache.method.estimate
         and (cache.method.per_layer or cache.method.dense_layers)
     )
     short = ("--tasks", "niah", "--context", "600", "--samples", 1, "--depths", "50", "--budgets", "64")

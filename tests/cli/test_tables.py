@@ -65,7 +65,7 @@ def rows(method: str) -> list[Row]:
     ]
 
 
-@pytest.mark.parametrize("method", ["pariskv", "pariskv-balanced:rest=page-means;update_interval=64"])
+@pytest.mark.parametrize("method", ["pariskv", "pariskv-balanced:estimate=page-means;update_interval=64"])
 def test_scores_fit_80_columns(method: str, capsys: pytest.CaptureFixture[str]) -> None:
     show(rows(method))
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
@@ -91,7 +91,7 @@ def test_verbs_fit_80_columns(cli: Cli, tiny: Path, document: Path, tmp_path: Pa
     asked = cli("ask", document, "what", "-m", tiny, "--max-new-tokens", 3)
     lines = asked.stderr.splitlines()
     assert "computed statistics" not in asked.stderr  # the trace has told of them
-    assert max(map(len, lines)) <= WIDTH and "rest=page-means · update_interval=64" in asked.stderr
+    assert max(map(len, lines)) <= WIDTH and "estimate=page-means · update_interval=64" in asked.stderr
 
 
 def test_a_log_has_a_line_per_finished_cell(cli: Cli, tiny: Path, tmp_path: Path) -> None:

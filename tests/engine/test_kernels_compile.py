@@ -25,7 +25,7 @@ METHODS = {
     "semantic": kvrecall.ParisKV(top_k=6, stage1="product", gqa="max", trigger="semantic-boundary", **ZONES),
     "early": kvrecall.ParisKV(top_k=6, stage1="product", gqa="mean_softmax", trigger="speculative", **ZONES),
     "balanced": kvrecall.methods.get("pariskv-balanced", top_k=6, gqa="max", **ZONES),
-    "page-means": kvrecall.methods.get("pariskv-balanced", top_k=70, rest="page-means:page_tokens=2", **ZONES),
+    "page-means": kvrecall.methods.get("pariskv-balanced", top_k=70, estimate="page-means:page_tokens=2", **ZONES),
 }
 OWN_KERNELS = {
     "collisions": {"tables_kernel", "collision_kernel"}, "products": {"binary_kernel"}, "early": {"turned_kernel"},
@@ -255,8 +255,8 @@ def test_a_step_and_prompts_over_blocks_of_vllm(
 
     monkeypatch.setattr("kvrecall.index.sphere.kernels.search.capability", lambda _: divmod(capability, 10))
     monkeypatch.setattr("kvrecall.step.device._MANY", 2)
-    rest = "page-means:page_tokens=4" if method == "balanced" else None
-    asked, ints, here = replace(METHODS[method], rest=rest), {"dtype": torch.int32}, torch.device("cpu")
+    estimate = "page-means:page_tokens=4" if method == "balanced" else None
+    asked, ints, here = replace(METHODS[method], estimate=estimate), {"dtype": torch.int32}, torch.device("cpu")
     index = asked.index_config()
     assert isinstance(index, SphereConfig)
     shape = Model(1, 2, group, dim).layer(2, tokens=20)
@@ -265,7 +265,7 @@ def test_a_step_and_prompts_over_blocks_of_vllm(
         DeviceLayer(0, shape, asked, index, AttentionParams(0.1), 3, 900, None, drafts=drafts),
         PassPlan(3, 900, asked, index, 128, here, drafts),
     )
-    pages = torch.zeros(9, width_of(index, asked.rest_config(), shape) * 256, dtype=torch.uint8)
+    pages = torch.zeros(9, width_of(index, asked.estimate_config(), shape) * 256, dtype=torch.uint8)
     layer.bind(pages, HostBlocks(9, shape, 128))
     blocks = torch.zeros(3, 8, **ints)
     decoded = plan.fill(torch.tensor([0, 1, 2, 9], **ints), torch.tensor([800, 3, 7], **ints), blocks, 2)
@@ -276,7 +276,7 @@ def test_a_step_and_prompts_over_blocks_of_vllm(
     layer.decode(queries, keys, keys, whole, window, torch.zeros_like(queries))
     names = {kernel.__name__ for kernel, *_ in launches.values()}
     own = {"plan_kernel", "store_kernel", "run_kernel", "window_kernel", "paged_step_kernel", "merge_kernel"}
-    own |= {"mean_kernel", "page_means_kernel"} if rest else set()
+    own |= {"mean_kernel", "page_means_kernel"} if estimate else set()
     shared = {"encode_kernel", "rotate_kernel", "binary_kernel" if capability < 100 else "product_kernel", "compact_kernel",
               "rerank_kernel", "top_kernel"}  # fmt: skip
     assert names == own | shared

@@ -26,7 +26,9 @@ pytest.importorskip("triton", reason="Triton is only there on Linux")
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 
 HEADS, GROUP, DIM, BLOCK, PAGE, LONGEST, MOST, CHUNK = 2, 4, 64, 128, 16, 1900, 40, 600
-METHOD = kvrecall.methods.get("pariskv-balanced", top_k=20, sink_tokens=16, local_tokens=64, rest="page-means:page_tokens=32")
+METHOD = kvrecall.methods.get(
+    "pariskv-balanced", top_k=20, sink_tokens=16, local_tokens=64, estimate="page-means:page_tokens=32"
+)
 PAGES = kvrecall.methods.get("arkvale", top_k=70, sink_tokens=16, local_tokens=64, page_tokens=32)
 
 
@@ -40,7 +42,7 @@ class Passes:
         self.layer = DeviceLayer(0, shape, method, index, AttentionParams(0.1), MOST, LONGEST, keeps=keeps, drafts=drafts)
         self.plan = PassPlan(MOST, LONGEST, method, index, BLOCK, here, drafts)
         self.layer.bind(
-            torch.zeros(3, width_of(index, method.rest_config(), shape) * BLOCK * HEADS, dtype=torch.uint8),
+            torch.zeros(3, width_of(index, method.estimate_config(), shape) * BLOCK * HEADS, dtype=torch.uint8),
             HostBlocks(3, shape, BLOCK),
         )
         whole = torch.empty(2, (GROUP + 2) * HEADS, DIM, dtype=torch.bfloat16)  # one product gives all three

@@ -25,7 +25,7 @@ MEASURE = """<script>addEventListener("load", () => {
   const told = {plots: every("svg").length, cut, scrolled: wide.map(x => x.textContent.trim().slice(0, 80))};
   document.body.setAttribute("data-told", JSON.stringify(told));
 });</script>"""
-LONG = "pariskv-balanced:rest=page-means:page_tokens=16;sink_tokens=64;local_tokens=256;update_interval=64"
+LONG = "pariskv-balanced:estimate=page-means:page_tokens=16;sink_tokens=64;local_tokens=256;update_interval=64"
 
 
 def shown(folder: Path) -> dict[str, list[str]]:

@@ -153,7 +153,7 @@ def test_what_a_budget_covers_is_said_of_problems_by_prompts_and_of_drift_with_i
 
 
 def test_records_count_rows_that_stand_for_groups_beside_attended_tokens(tmp_path: Path) -> None:
-    found = conditions([f"{PARIS};rest=page-means:page_tokens=16", PARIS], [8])
+    found = conditions([f"{PARIS};estimate=page-means:page_tokens=16", PARIS], [8])
     plan = Plan(("niah", "drift"), (400,), samples=1, depths=(0.5,), steps=4, window=2)
     folder = RunFolder(tmp_path, {})
     Suite(plan, asker(), found).run(folder)
@@ -170,8 +170,8 @@ def test_records_count_rows_that_stand_for_groups_beside_attended_tokens(tmp_pat
 
 def test_all_stands_for_every_method() -> None:
     names = [name for name in methods.names() if name != "full"]
-    made = conditions(["all", "pariskv-balanced:rest=page-means"], [512])
-    assert [c.name for c in made] == ["full", *names, "pariskv-balanced:rest=page-means"]
+    made = conditions(["all", "pariskv-balanced:estimate=page-means"], [512])
+    assert [c.name for c in made] == ["full", *names, "pariskv-balanced:estimate=page-means"]
     assert [c.budget for c in made] == [None, *(512 if c.method.top_k else None for c in made[1:])]
     assert all(c.method.full_attention_threshold == 0 for c in made[1:])
     zones = conditions(["all:sink_tokens=8@400"], [])[1:]

@@ -13,7 +13,7 @@ from kvrecall.core.errors import CompositionError
 SMALL: dict[str, Any] = {"sink_tokens": 4, "local_tokens": 24}
 METHODS = [
     {"method": "exact"},
-    {"method": "exact", "rest": "page-means:page_tokens=16"},
+    {"method": "exact", "estimate": "page-means:page_tokens=16"},
     {"method": "pariskv", "stage1": "product"},
 ]
 

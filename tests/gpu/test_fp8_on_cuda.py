@@ -136,7 +136,7 @@ GENERATING = {
     "balanced": kvrecall.methods.get("pariskv-balanced", top_k=24, **ZONES),
     "reused": kvrecall.methods.get("pariskv-balanced", top_k=24, fetch="direct:reuse=true", **ZONES),
     "all-read": kvrecall.ParisKV(top_k=24, fetch="direct:reuse=false", **ZONES),
-    "means": kvrecall.methods.get("pariskv-balanced", top_k=24, rest="page-means:page_tokens=8", **ZONES),
+    "means": kvrecall.methods.get("pariskv-balanced", top_k=24, estimate="page-means:page_tokens=8", **ZONES),
     "prkv": kvrecall.PRKV(top_k=24, page_tokens=4, window_tokens=16, refresh_interval=10, **ZONES),
     "louiskv": kvrecall.LouisKV(top_k=24, dense_layers=(), cluster_tokens=4, stretch_tokens=32, max_segment_tokens=8, **ZONES),
     "exact": kvrecall.Exact(top_k=24, **ZONES),

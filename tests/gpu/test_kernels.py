@@ -193,7 +193,7 @@ METHODS = {
     ),
     "balanced": kvrecall.methods.get("pariskv-balanced", top_k=24, full_attention_threshold=0, **ZONES),
     "page-means": kvrecall.methods.get(
-        "pariskv-balanced", top_k=24, rest="page-means:page_tokens=8", full_attention_threshold=0, **ZONES
+        "pariskv-balanced", top_k=24, estimate="page-means:page_tokens=8", full_attention_threshold=0, **ZONES
     ),
     "balanced-collisions": kvrecall.ParisKV(top_k=24, balance=True, gqa="max", full_attention_threshold=0, **ZONES),
     "balanced-early": kvrecall.methods.get(

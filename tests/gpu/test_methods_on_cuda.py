@@ -17,7 +17,7 @@ from tests.strategies import DTYPES, HEAD_DIMS, generator, some_of_each
 
 pytestmark = pytest.mark.gpu
 SMALL = {name: m for name, m in methods(top_k=20).items() if "per_head" in name or "mean_softmax" in name or "composed" in name}
-SMALL["page-means"] = kvrecall.Exact(top_k=20, rest="page-means:page_tokens=8", **ZONES)
+SMALL["page-means"] = kvrecall.Exact(top_k=20, estimate="page-means:page_tokens=8", **ZONES)
 
 
 @pytest.mark.parametrize("name", SMALL)

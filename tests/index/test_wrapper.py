@@ -48,7 +48,7 @@ def test_whatever_an_index_has_a_wrapper_asks_its_base_for(name: str) -> None:
     assert base.asked == [name]
 
 
-@pytest.mark.parametrize("more, kind", [({"rest": "page-means"}, PageMeansIndex), ({"prune": "top-p:p=1"}, PrunedIndex)])
+@pytest.mark.parametrize("more, kind", [({"estimate": "page-means"}, PageMeansIndex), ({"prune": "top-p:p=1"}, PrunedIndex)])
 def test_a_search_of_the_host_waits_under_a_wrapper_too(
     more: dict[str, Any], kind: type[Index], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,4 +67,4 @@ def test_a_search_of_the_host_waits_under_a_wrapper_too(
     assert not reranked
     found = end()
     assert reranked and torch.equal(found.ids, index.search(*search).ids)
-    assert (found.estimated is not None) == ("rest" in more)
+    assert (found.estimated is not None) == ("estimate" in more)

@@ -33,7 +33,7 @@ EXACT: dict[str, Any] = ZONES | {"top_k": 6, "weight_dtype": "float32"}  # the i
 METHODS = {
     "products": kvrecall.ParisKV(stage1="product", gqa="mean_softmax", fetch="direct:reuse=true", **EXACT),
     "balanced": kvrecall.methods.get("pariskv-balanced", **EXACT),
-    "page-means": kvrecall.methods.get("pariskv-balanced", rest="page-means:page_tokens=4", **EXACT),
+    "page-means": kvrecall.methods.get("pariskv-balanced", estimate="page-means:page_tokens=4", **EXACT),
     "full": kvrecall.Full(),
 }
 WIDTH = 3

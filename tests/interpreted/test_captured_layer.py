@@ -275,12 +275,12 @@ def test_a_second_turn_goes_on_from_what_was_given_back(name: str) -> None:
 
 
 RESTS = {
-    "balanced": kvrecall.methods.get("pariskv-balanced", rest="page-means:page_tokens=4", **EXACT | {"update_interval": 3}),
+    "balanced": kvrecall.methods.get("pariskv-balanced", estimate="page-means:page_tokens=4", **EXACT | {"update_interval": 3}),
     "collisions": kvrecall.ParisKV(
-        rest="page-means:page_tokens=3", fetch="direct:reuse=true", **EXACT | {"update_interval": 3}
+        estimate="page-means:page_tokens=3", fetch="direct:reuse=true", **EXACT | {"update_interval": 3}
     ),
     "many-pages": kvrecall.ParisKV(
-        rest="page-means:page_tokens=2", stage1="product", **EXACT | {"top_k": 70, "update_interval": 3}
+        estimate="page-means:page_tokens=2", stage1="product", **EXACT | {"top_k": 70, "update_interval": 3}
     ),
 }
 

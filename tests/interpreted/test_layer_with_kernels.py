@@ -26,7 +26,7 @@ METHODS = {
 }
 BASELINES = {
     name: small(name, top_k=6) for name in ("arkvale", "magicpig", "quest", "raas", "retroinfer", "shadowkv", "twilight")
-} | {"page-means": kvrecall.Exact(top_k=6, rest="page-means:page_tokens=8", **ZONES)}
+} | {"page-means": kvrecall.Exact(top_k=6, estimate="page-means:page_tokens=8", **ZONES)}
 """Their selections are weighed, pruned or completed by estimates, or made by units of other kinds."""
 
 

@@ -26,7 +26,7 @@ EXACT: dict[str, Any] = ZONES | {"top_k": 6, "weight_dtype": "float32"}
 METHODS = {
     "products": kvrecall.ParisKV(stage1="product", gqa="mean_softmax", **EXACT),
     "collisions": kvrecall.ParisKV(**EXACT),
-    "page-means": kvrecall.ParisKV(stage1="product", rest="page-means:page_tokens=4", **EXACT),
+    "page-means": kvrecall.ParisKV(stage1="product", estimate="page-means:page_tokens=4", **EXACT),
     "semantic": kvrecall.ParisKV(stage1="product", gqa="max", trigger="semantic-boundary:threshold=0.0", **EXACT),
     "early": kvrecall.ParisKV(stage1="product", gqa="mean_softmax", trigger="speculative:threshold=0.0", **EXACT),
     "louiskv": kvrecall.LouisKV(

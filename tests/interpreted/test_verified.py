@@ -36,7 +36,7 @@ METHODS: dict[str, kvrecall.Method] = {
     "stride": kvrecall.ParisKV(trigger="fixed-stride:steps=3", **SPHERE),
     "boundary": kvrecall.ParisKV(trigger="semantic-boundary:threshold=0.0", **SPHERE),
     "early": kvrecall.ParisKV(trigger="speculative:threshold=0.0", **SPHERE),
-    "page-means": kvrecall.ParisKV(rest="page-means:page_tokens=4", **SPHERE),
+    "page-means": kvrecall.ParisKV(estimate="page-means:page_tokens=4", **SPHERE),
     "segments": kvrecall.LouisKV(dense_layers=(), threshold=0.0, **UNITS),
     "dense": kvrecall.LouisKV(dense_layers=(1,), threshold=0.0, **UNITS),
     "pages": kvrecall.PRKV(top_k=8, page_tokens=2, window_tokens=4, refresh_interval=3, refresh_lead_tokens=2, **ZONES),

@@ -21,9 +21,9 @@ METHODS = {
     "exact": get("exact", top_k=6, **ZONES),
     "low-bit": get("exact", top_k=6, prune="top-p:p=0.8", **ZONES),
     "socket": get("socket", top_k=6, bits=3, tables=7, **ZONES),
-    "means": get("exact", top_k=6, rest="page-means:page_tokens=8", **ZONES),
-    "means-across-blocks": get("pariskv-balanced", top_k=6, rest="page-means:page_tokens=5", **ZONES),
-    "long-means": get("exact", top_k=6, prune="top-p:p=0.8", rest="page-means:page_tokens=24", **ZONES),
+    "means": get("exact", top_k=6, estimate="page-means:page_tokens=8", **ZONES),
+    "means-across-blocks": get("pariskv-balanced", top_k=6, estimate="page-means:page_tokens=5", **ZONES),
+    "long-means": get("exact", top_k=6, prune="top-p:p=0.8", estimate="page-means:page_tokens=24", **ZONES),
 }
 SUMMARIES = ["exact", "low-bit", "socket", "means"]
 FRONT = ZONES["sink_tokens"] + ZONES["local_tokens"]

@@ -21,7 +21,9 @@ from tests.stateful.checks import memory_of
 @pytest.mark.parametrize("how", ["fork", "select"])
 def test_estimated_rows_that_a_copy_holds_are_its_own(how: str) -> None:
     """A selection that is kept for several steps, with estimates; the original is cropped and reads other tokens meanwhile."""
-    method = kvrecall.methods.get("pariskv", top_k=5, rest="page-means:page_tokens=4", trigger="fixed-stride:steps=50", **ZONES)
+    method = kvrecall.methods.get(
+        "pariskv", top_k=5, estimate="page-means:page_tokens=4", trigger="fixed-stride:steps=50", **ZONES
+    )
     layer = state(method, 1)
     step(layer, start(layer, [90]), 1)
     copy = layer.fork(method) if how == "fork" else layer.select([0])

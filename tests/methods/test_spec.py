@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import kvrecall
 from kvrecall import methods
+from kvrecall.cli.options import method_of
 from kvrecall.core.errors import InputFileError, KVRecallError, ParameterError
 from kvrecall.evaluate.plan import conditions, described
 from kvrecall.index.page_means import PageMeans
-from kvrecall.methods.files import save_method
+from kvrecall.methods.files import load_method, save_method
+from kvrecall.methods.settings import from_settings
 from kvrecall.methods.spec import FORM, RECOMMENDED, parse
 
 SCHEDULE = ((5000, 0.5, 0.5), (None, 0.1, 0.2))
 PAGES = "pages:page_tokens=8,bounds=min-max"
-BALANCED = methods.get("pariskv-balanced", rest="page-means", update_interval=64)
+BALANCED = methods.get("pariskv-balanced", estimate="page-means", update_interval=64)
 
 
 @pytest.mark.parametrize(
@@ -39,18 +43,73 @@ def test_texts_and_the_methods_they_mean(text: str, method: kvrecall.Method) -> 
 
 def test_the_recommended_method_is_balanced_keys_with_page_means() -> None:
     made = methods.recommended()
-    assert type(made) is kvrecall.ParisKVBalanced and isinstance(made.rest_config(), PageMeans)
+    assert type(made) is kvrecall.ParisKVBalanced and isinstance(made.estimate_config(), PageMeans)
     assert (made.top_k, made.update_interval) == (100, 64) and methods.recommended(top_k=7).top_k == 7
     # Names in results that are there keep their meaning.
-    assert methods.get("pariskv-balanced").rest_config() is None and kvrecall.ParisKVBalanced().update_interval == 512
+    assert methods.get("pariskv-balanced").estimate_config() is None and kvrecall.ParisKVBalanced().update_interval == 512
 
 
 def test_results_never_hold_the_word_recommended() -> None:
     found = conditions(["recommended", "recommended:gqa=max@32"], [])
     assert [c.label for c in found[1:]] == [f"{RECOMMENDED}@100", f"{RECOMMENDED};gqa=max@32"]
     assert described(found)[f"{RECOMMENDED}@100"] == {
-        "method": "ParisKVBalanced", "rest": "page-means", "update_interval": 64, "full_attention_threshold": 0,
+        "method": "ParisKVBalanced", "estimate": "page-means", "update_interval": 64, "full_attention_threshold": 0,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("former", "text"),
+    [
+        ("pariskv-balanced:rest=page-means@64", "pariskv-balanced:estimate=page-means@64"),
+        ("exact: gqa=max; rest = page-means:page_tokens=16,", "exact:gqa=max;estimate=page-means:page_tokens=16,"),
+        ("recommended:rest=null", "pariskv-balanced:estimate=null;update_interval=64"),
+    ],
+)
+def test_a_setting_may_have_its_former_name(former: str, text: str) -> None:
+    """`estimate` was `rest`: people have texts with it. What is recorded has the name."""
+    assert str(parse(former)) == text and parse(former).settings == parse(text).settings
+    assert parse(former).method() == parse(text).method()
+
+
+def test_former_names_override_and_are_overridden() -> None:
+    means = PageMeans(page_tokens=16)
+    text = "page-means:page_tokens=16"
+    assert parse("exact:estimate=page-means").method(rest=text).estimate == means
+    assert parse("exact:rest=page-means").method(estimate=text).estimate == means
+    assert method_of("exact:rest=page-means", [f"rest={text}"]).estimate == means
+    layers = from_settings("exact", {"per_layer": {"2": {"rest": text}}})
+    assert layers == methods.get("exact", per_layer={2: {"estimate": text}})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda both: parse("exact:" + ";".join(f"{name}={value}" for name, value in both.items())),
+        lambda both: from_settings("exact", both),
+        lambda both: from_settings("exact", {"per_layer": {"0": both}}),
+        lambda both: parse("exact").method(**both),
+        lambda both: method_of("exact", [f"{name}={value}" for name, value in both.items()]),
+    ],
+    ids=["text", "values", "layer", "beside-a-text", "options"],
+)
+def test_a_setting_has_one_of_its_names(make: Callable[[dict[str, Any]], object]) -> None:
+    said = "estimate: expected the setting once, .* former name rest, got 'estimate and rest'. Remove rest."
+    with pytest.raises(ParameterError, match=said):
+        make({"rest": "page-means", "estimate": "page-means"})
+
+
+def test_keyword_arguments_have_no_former_names() -> None:
+    former: dict[str, Any] = {"rest": "page-means"}
+    with pytest.raises(TypeError, match="unexpected keyword argument 'rest'"):
+        kvrecall.ParisKV(**former)
+
+
+def test_a_method_file_may_have_a_former_name(tmp_path: Path) -> None:
+    method = methods.get("exact", estimate="page-means")
+    save_method(method, tmp_path / "current.json")
+    text = (tmp_path / "current.json").read_text()
+    (tmp_path / "former.json").write_text(text.replace('"estimate"', '"rest"'))
+    assert '"estimate"' in text and load_method(tmp_path / "former.json") == method
 
 
 @pytest.mark.parametrize(

@@ -35,11 +35,11 @@ MOST = 3
 def every_method(top_k: int) -> dict[str, Method]:
     """All registered methods and baselines with small parts, and searches beside page means."""
     means = {
-        f"{name}+means": kvrecall.methods.get(name, top_k=top_k, rest="page-means:page_tokens=4", **own, **ZONES)
+        f"{name}+means": kvrecall.methods.get(name, top_k=top_k, estimate="page-means:page_tokens=4", **own, **ZONES)
         for name, own in {"pariskv": {}, "pariskv-balanced": {}, "quest": {"page_tokens": 3, "dense_layers": ()}}.items()
     }
     lazy = kvrecall.methods.get(
-        "pariskv", top_k=top_k, rest="page-means:page_tokens=4", trigger="fixed-stride:steps=4", **ZONES
+        "pariskv", top_k=top_k, estimate="page-means:page_tokens=4", trigger="fixed-stride:steps=4", **ZONES
     )
     return methods(top_k) | baselines(top_k) | means | {"pariskv+means+stride": lazy}
 

@@ -34,7 +34,7 @@ METHODS = {
         top_k=12, static=f"observation-window:window_tokens=6,interval={INTERVAL},page_tokens=1,lead_tokens={LEAD}", **ZONES,
     ),
     "completed": kvrecall.Method(
-        top_k=12, index="pages:page_tokens=4", rest="page-means",
+        top_k=12, index="pages:page_tokens=4", estimate="page-means",
         static=f"observation-window:window_tokens=6,interval={INTERVAL},page_tokens=1,lead_tokens={LEAD}", **ZONES,
     ),
 }  # fmt: skip

@@ -42,7 +42,7 @@ class Device:
         self.layer = DeviceLayer(3, shape, method, index, PARAMS, MOST, LONGEST, keeps=not self.resident, drafts=self.drafts)
         self.host = (DeviceBlocks if self.resident else HostBlocks)(BLOCKS, shape, SIZE)
         self.host.rows.fill_(float("nan"))
-        width = width_of(index, method.rest_config(), SHAPE)
+        width = width_of(index, method.estimate_config(), SHAPE)
         content = width * SIZE * HEADS
         self.layer_pages = torch.full((BLOCKS, content + PADDING), 255, dtype=torch.uint8, device=self.on)[:, :content]
         self.layer.bind(self.layer_pages, self.host)

@@ -28,7 +28,7 @@ SHAPE = LayerShape(1, HEADS * GROUP, HEADS, DIM, torch.float32, torch.device("cp
 ROTARY = Halves(DIM)
 """Kept, since tables of its turns live as long as it does."""
 PARAMS = AttentionParams(DIM**-0.5)
-MEANS = {"rest": "page-means:page_tokens=16"}
+MEANS = {"estimate": "page-means:page_tokens=16"}
 GIVEN = [
     {"method": "pariskv-balanced", **MEANS},
     {"method": "pariskv", "stage1": "product"},
@@ -85,7 +85,7 @@ class Bench:
     lengths: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        index, means, shape = Settings(self.method).index, self.method.rest_config(), self.shape
+        index, means, shape = Settings(self.method).index, self.method.estimate_config(), self.shape
         width = width_of(index, means, shape) * SIZE * HEADS
         self.whole = torch.full((BLOCKS, width + PADDING), 255, dtype=torch.uint8)
         self.pages = self.whole[:, :width]
@@ -167,7 +167,7 @@ def test_a_step_attends_to_sinks_window_and_what_the_search_finds(given: dict) -
         at = [*range(method.sink_tokens), *found, *range(end, 700)]
         assert len(set(at)) == len(at) < 400
         rows, weights = (list(x) for x in (torch.stack([k[at, head], v[at, head]], 1), torch.zeros(len(at))))
-        if method.rest_config() is not None:
+        if method.estimate_config() is not None:
             for first in range(0, end // 16 * 16, 16):  # the mean of a page has no sinks, and counts for what is not attended
                 own = range(max(first, method.sink_tokens), first + 16)
                 rows.append(torch.stack([k[own, head].mean(0), v[own, head].mean(0)]))

@@ -35,7 +35,7 @@ def test_nothing_set_is_the_balanced_method_with_its_defaults() -> None:
     for given in (None, {}, {"other": 1}, {"kvrecall": {}}):
         settings = Settings.of(given)
         assert settings.method.name == "pariskv-balanced" and settings.method.top_k == 100
-        assert settings.method.local_tokens == LOCAL_TOKENS and settings.method.rest == PageMeans()
+        assert settings.method.local_tokens == LOCAL_TOKENS and settings.method.estimate == PageMeans()
 
 
 def test_settings_reach_the_method() -> None:
@@ -54,10 +54,18 @@ def test_a_method_may_be_a_whole_text() -> None:
 
 
 def test_page_means_can_be_left_out_and_asked_for() -> None:
-    assert Settings.of({"kvrecall": {"rest": None}}).method.rest_config() is None
-    assert Settings.of({"kvrecall": {"method": "exact"}}).method.rest_config() is None
-    asked = {"method": "exact", "rest": "page-means:page_tokens=128"}
-    assert Settings.of({"kvrecall": asked}).method.rest == PageMeans(page_tokens=128)
+    assert Settings.of({"kvrecall": {"estimate": None}}).method.estimate_config() is None
+    assert Settings.of({"kvrecall": {"method": "exact"}}).method.estimate_config() is None
+    asked = {"method": "exact", "estimate": "page-means:page_tokens=128"}
+    assert Settings.of({"kvrecall": asked}).method.estimate == PageMeans(page_tokens=128)
+
+
+def test_page_means_may_have_the_former_name_of_their_setting() -> None:
+    """`estimate` was `rest`: people have configurations with it."""
+    assert Settings.of({"kvrecall": {"rest": None}}) == Settings.of({"kvrecall": {"estimate": None}})
+    former = {"method": "exact", "rest": "page-means:page_tokens=128"}
+    assert Settings.of({"kvrecall": former}).method.estimate == PageMeans(page_tokens=128)
+    assert Settings.of({"kvrecall": {"method": "exact:rest=page-means"}}).method.estimate == PageMeans()
 
 
 @pytest.mark.parametrize("name", sorted(set(names()) - {"arkvale", "exact", "pariskv", "pariskv-balanced"}))
@@ -78,11 +86,13 @@ def test_other_methods_are_refused_with_the_served_ones(name: str) -> None:
         ({"method": "pariskv@64", "top_k": 32}, "method: expected top_k once, got 'pariskv@64'"),
         ({"method": "tuned.json"}, "no file, got 'tuned.json'"),
         ({"method": "pariskv:gqa"}, "method: expected NAME"),
+        ({"rest": None, "estimate": None}, "estimate: expected the setting once, .*, got 'estimate and rest'"),
+        ({"method": "exact:estimate=page-means", "rest": None}, "method: expected estimate once"),
         ({"maps": "m.safetensors"}, "maps"),
         ({"host_memory": "96 gigabytes"}, "host_memory.*96GiB"),
         ({"host_memory": 0}, "host_memory"),
-        ({"rest": "page-means:page_tokens=48"}, "page_tokens.*power of two.*48"),
-        ({"rest": "page-means:page_tokens=2048"}, "page_tokens.*at most 1024.*2048"),
+        ({"estimate": "page-means:page_tokens=48"}, "page_tokens.*power of two.*48"),
+        ({"estimate": "page-means:page_tokens=2048"}, "page_tokens.*at most 1024.*2048"),
         ({"method": "pariskv"}, 'stage1=collision.*"stage1": "product"'),
         ({"local_tokens": 0}, "local_tokens"),
         ({"update_interval": 16}, "update_interval=16.*no buffer"),

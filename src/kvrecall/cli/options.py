@@ -89,9 +89,10 @@ def method_of(text: str, settings: list[str] | None) -> Any:
 
 def settings_of(settings: list[str] | None) -> dict[str, Any]:
     """The values of `--set` by name; raises `ParameterError` unless each is KEY=VALUE."""
+    from kvrecall.methods.settings import current
     from kvrecall.methods.spec import setting
 
-    return dict(setting(text, "--set", remedy="For example --set top_k=200.") for text in settings or [])
+    return current(dict(setting(text, "--set", remedy="For example --set top_k=200.") for text in settings or []))
 
 
 _MOST_TOKENS = 1 << 40

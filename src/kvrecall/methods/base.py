@@ -37,7 +37,7 @@ class Method(TypedFields):
 
     index: which summaries are kept and how they are searched. trigger: when to search again. static: tokens that stay
     attended between searches. gqa: how a group of query heads shares a search (`kvrecall.select.gqa`). prune: keeps only a
-    part of each selection. rest: the estimate of the tokens that were not found. fetch: how rows reach the device. attend:
+    part of each selection. estimate: what stands for the tokens that were not found. fetch: how rows reach the device. attend:
     "device" attends to fetched rows there; "host" lets the CPU attend to them in place, at the same time. None: the method's
     own part.
 
@@ -59,7 +59,7 @@ class Method(TypedFields):
     static: Any = None
     gqa: str | None = None
     prune: Any = None
-    rest: Any = None
+    estimate: Any = None
     fetch: Any = None
     attend: str | None = None
     top_k: int | None = 100
@@ -127,7 +127,7 @@ class Method(TypedFields):
         """The pruning of a published system; None: no pruning."""
         return None
 
-    def own_rest(self) -> PageMeans | None:
+    def own_estimate(self) -> PageMeans | None:
         """A published system's estimate of the tokens that it did not find; None: it leaves them out."""
         return None
 
@@ -154,9 +154,9 @@ class Method(TypedFields):
         """The pruning that is used."""
         return self.own_prune() if self.prune is None else self.prune
 
-    def rest_config(self) -> PageMeans | None:
+    def estimate_config(self) -> PageMeans | None:
         """The estimate that is used of the tokens that were not found."""
-        return self.own_rest() if self.rest is None else self.rest
+        return self.own_estimate() if self.estimate is None else self.estimate
 
     def fetch_config(self) -> Direct | Staged:
         """The fetch policy that is used."""
@@ -177,7 +177,7 @@ class Method(TypedFields):
 
     def build_index(self, shape: LayerShape) -> Index | None:
         """An empty index for one layer, or None for a method that never searches."""
-        config, prune, estimate = self.index_config(), self.prune_config(), self.rest_config()
+        config, prune, estimate = self.index_config(), self.prune_config(), self.estimate_config()
         if config is None:
             return None
         index = config.build(replace(shape, zone_start=self.sink_tokens))
@@ -195,7 +195,7 @@ class Method(TypedFields):
 
     def summary_bytes(self, shape: LayerShape, tokens: int) -> int:
         """Device bytes of the summaries of one sequence of one layer with `tokens` tokens in its retrieval zone."""
-        config, prune, estimate = self.index_config(), self.prune_config(), self.rest_config()
+        config, prune, estimate = self.index_config(), self.prune_config(), self.estimate_config()
         if config is None:
             return 0
         whole = in_whole_blocks(tokens, shape.device)
@@ -232,7 +232,7 @@ def _without_index(method: Method, label: str) -> None:
         raise ParameterError(
             "index", f"one of {', '.join(parts.names('index'))}", None, "Use kvrecall.Full() to search nothing."
         )
-    for role in ("trigger", "static", "gqa", "prune", "rest", "fetch", "attend"):
+    for role in ("trigger", "static", "gqa", "prune", "estimate", "fetch", "attend"):
         if getattr(method, role) is not None:
             raise CompositionError(
                 f"{label}({role}={getattr(method, role)})",
@@ -260,10 +260,10 @@ def _with_index(method: Method) -> None:
         raise CompositionError(
             f"index={index} with prune={prune}", "sampled tokens stand for those that were not", "Leave one of them out."
         )
-    rest = method.rest_config()
-    if rest is not None and (index.weighs or index.estimates):
+    estimate = method.estimate_config()
+    if estimate is not None and (index.weighs or index.estimates):
         why = "it estimates what it leaves out itself" if index.estimates else "sampled tokens stand for those that were not"
-        raise CompositionError(f"index={index} with rest={rest}", why, "Leave one of them out.")
+        raise CompositionError(f"index={index} with estimate={estimate}", why, "Leave one of them out.")
     static = method.static_config()
     if static is not None and index.static_refusal:
         raise CompositionError(f"index={index} with static={static}", index.static_refusal, "Leave the static set out.")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from kvrecall.core.errors import InputFileError, KVRecallError, UnknownNameError
+from kvrecall.core.errors import InputFileError, KVRecallError, ParameterError, UnknownNameError
 from kvrecall.core.typed_fields import UNFORESEEN
 from kvrecall.core.whole_files import first_mistake
 from kvrecall.methods.base import Method
@@ -14,13 +15,31 @@ from kvrecall.methods.registry import method_class
 from kvrecall.parts import Part
 
 _TYPES = "Types are those of the method's fields."
+_FORMER = {"rest": "estimate"}
+"""Former names of settings -> their names. Users have texts, method files, vLLM configurations and saved sessions with them."""
+
+T = TypeVar("T")
+
+
+def current(settings: Mapping[str, T]) -> dict[str, T]:
+    """The settings with their names in place of former names, in the same order. Raises ParameterError if both are given."""
+    for former, name in _FORMER.items():
+        if former in settings and name in settings:
+            told = f"the setting once, as {name} or by its former name {former}"
+            raise ParameterError(name, told, f"{name} and {former}", f"Remove {former}.")
+    return {_FORMER.get(key, key): value for key, value in settings.items()}
 
 
 def from_settings(name: str, settings: dict[str, Any]) -> Method:
-    """A method from plain values; types are checked strictly. Raises errors of `kvrecall.core.errors`."""
+    """A method from plain values; types are checked strictly. Former names of settings are accepted (`current`).
+
+    Raises errors of `kvrecall.core.errors`.
+    """
     from pydantic import TypeAdapter, ValidationError  # slow to import
 
-    chosen = method_class(name)
+    chosen, settings = method_class(name), current(settings)
+    if isinstance(layers := settings.get("per_layer"), Mapping):
+        settings["per_layer"] = {n: current(own) if isinstance(own, Mapping) else own for n, own in layers.items()}
     allowed = [f.name for f in fields(chosen)]
     for key in settings:
         if key not in allowed:

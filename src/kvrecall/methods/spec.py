@@ -1,12 +1,12 @@
 """Methods as text, for options, settings and lists.
 
     NAME                     louiskv
-    NAME:KEY=VALUE;KEY=VALUE pariskv-balanced:rest=page-means;update_interval=64
+    NAME:KEY=VALUE;KEY=VALUE pariskv-balanced:estimate=page-means;update_interval=64
     FILE                     tuned.json or tuned.toml, such as `kvrecall tune` writes
     …@BUDGET                 louiskv:threshold=0.85@512; BUDGET is the method's top_k
     recommended              stands for RECOMMENDED; may have settings and a budget
 
-Values are JSON; a bare word is a string. A comma belongs to a value (`rest=page-means:page_tokens=32`) or separates the
+Values are JSON; a bare word is a string. A comma belongs to a value (`estimate=page-means:page_tokens=32`) or separates the
 methods of a list (`listed`).
 """
 
@@ -22,10 +22,10 @@ from kvrecall.core.texts import split_at_commas, whole
 from kvrecall.core.whole_files import parse_json
 from kvrecall.methods.base import Method
 from kvrecall.methods.registry import get, name_of
-from kvrecall.methods.settings import from_settings, settings_of
+from kvrecall.methods.settings import current, from_settings, settings_of
 
 RECOMMENDED_NAME = "recommended"
-RECOMMENDED_SETTINGS: dict[str, Any] = {"rest": "page-means", "update_interval": 64}
+RECOMMENDED_SETTINGS: dict[str, Any] = {"estimate": "page-means", "update_interval": 64}
 RECOMMENDED = "pariskv-balanced:" + ";".join(f"{key}={value}" for key, value in RECOMMENDED_SETTINGS.items())
 """The recommended method for long contexts, by measurements (docs/results): the default if no method is given.
 
@@ -33,14 +33,15 @@ It is a text and not a class, so that results record its settings, also if the r
 """
 
 FORM = "NAME, NAME:KEY=VALUE;KEY=VALUE or a method file, and @TOKENS behind it for a budget"
-_EXAMPLE = "For example pariskv-balanced:rest=page-means@100; `kvrecall info` lists the names."
+_EXAMPLE = "For example pariskv-balanced:estimate=page-means@100; `kvrecall info` lists the names."
 _SUFFIXES = (".json", ".toml")
 _SETTING = re.compile(r"[\w-]+\s*=")
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A parsed text. text: without the budget, `recommended` spelled out. name: of the method, or the file.
+    """A parsed text. text: without the budget, `recommended` spelled out, former names of settings replaced. name: of the
+    method, or the file.
 
     settings: from the text. budget: tokens per KV head and step, None if not given.
     """
@@ -77,11 +78,11 @@ class Spec:
     def without_budget(self, layers: int | None = None, **more: Any) -> Method:
         """As `method`, with the method's own budget."""
         if not self.is_file:
-            return from_settings(self.name, self.settings | more)
+            return from_settings(self.name, self.settings | current(more))
         from kvrecall.methods.files import load_method  # pydantic is slow to import
 
         method = load_method(Path(self.name), layers)
-        return from_settings(name_of(method), settings_of(method) | more) if more else method
+        return from_settings(name_of(method), settings_of(method) | current(more)) if more else method
 
 
 def parse(text: str) -> Spec:
@@ -106,18 +107,20 @@ def parse(text: str) -> Spec:
         key, value = setting(part, "method", FORM, _EXAMPLE)
         if key in pairs:
             raise ParameterError("method", "every setting once", text, f"Remove one of the two {key}.")
-        pairs[key] = part.strip(), value
-    if name.lower() == RECOMMENDED_NAME:
+        pairs[key] = part.partition("=")[2].strip(), value
+    written, pairs = pairs.keys(), current(pairs)
+    if short := name.lower() == RECOMMENDED_NAME:
         name = "pariskv-balanced"
-        pairs = {key: (f"{key}={value}", value) for key, value in RECOMMENDED_SETTINGS.items()} | pairs
-        spec = f"{name}:" + ";".join(part for part, _ in pairs.values())
+        pairs = {key: (str(value), value) for key, value in RECOMMENDED_SETTINGS.items()} | pairs
+    if short or pairs.keys() != written:
+        spec = f"{name}:" + ";".join(f"{key}={value}" for key, (value, _) in pairs.items())
     if budget and "top_k" in pairs:
         raise ParameterError("method", "top_k or a budget behind @, not both", text, "Remove one.")
     return Spec(spec, name, {key: value for key, (_, value) in pairs.items()}, budget)
 
 
 def recommended(**params: Any) -> Method:
-    """The recommended method for long contexts: `ParisKVBalanced(rest="page-means", update_interval=64)`.
+    """The recommended method for long contexts: `ParisKVBalanced(estimate="page-means", update_interval=64)`.
 
     params: other values of its parameters, such as top_k (100 by default). Balanced keys need statistics of the model's keys,
     which are computed when a model is first used (docs/design/statistics.md).

@@ -81,7 +81,7 @@ class Capacity:
         layers: number in vLLM's largest cache group; by default all. ranks, launch: as for `HostPlan.of`."""
         check_block_size(block_size, least_block(settings.method))
         shape, local = shapes[0], settings.method.local_tokens
-        width = width_of(settings.index, settings.method.rest_config(), shape)
+        width = width_of(settings.index, settings.method.estimate_config(), shape)
         page = window_page_tokens(shape, width, block_size)
         return Capacity(
             block_size, page, block_size * shape.kv_heads * width * (layers or len(shapes)),

@@ -124,7 +124,7 @@ class Scratch:
         """longest: tokens of a sequence. For settings that `Settings.check_gpu` accepts."""
         assert method.top_k is not None
         self.sinks, self.local, self.top_k = method.sink_tokens, method.local_tokens, method.top_k
-        self.index, self.together, self.means = index, index.together, method.rest_config()
+        self.index, self.together, self.means = index, index.together, method.estimate_config()
         self.mean_tokens = 1 if self.means is None else self.means.page_tokens
         self.parts = own = Parts.of(method)
         self.mean_parts = 0

@@ -88,7 +88,7 @@ class PagedLayer:
     ) -> PagedLayer:
         """A layer over pages uint8 `[blocks, n]`, of at least `summaries.width_of` bytes per token and KV head, and rows of the
         same blocks. method: one that `Settings` accepts."""
-        config, means, held = method.index_config(), method.rest_config(), None
+        config, means, held = method.index_config(), method.estimate_config(), None
         assert config is not None
         index = config.paged(shape, host.block_size)
         index.bind(pages, host.rows)

@@ -48,7 +48,7 @@ class PassPlan:
         self._block_size, self._tokens, self._kept = block_size, 1 + drafts, kept_sequences(most, drafts) * (1 + drafts)
         tokens = most * self._tokens
         self._local, self._sinks, self._top_k = method.local_tokens, method.sink_tokens, method.top_k
-        means = method.rest_config()
+        means = method.estimate_config()
         self._mean_tokens = 1 if means is None else means.page_tokens
         self._candidates = index.paged_candidates(longest, method.top_k).to(device)
         self.rows = torch.zeros(tokens, ROW, dtype=torch.int32, device=device)

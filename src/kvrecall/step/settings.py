@@ -13,7 +13,7 @@ from kvrecall.index.base import IndexConfig
 from kvrecall.index.page_means import PageMeans
 from kvrecall.methods.base import Method
 from kvrecall.methods.registry import get, method_class, names
-from kvrecall.methods.settings import from_settings
+from kvrecall.methods.settings import current, from_settings
 from kvrecall.methods.spec import RECOMMENDED_NAME, parse
 from kvrecall.step.memory import bytes_of
 from kvrecall.trigger import EveryStep
@@ -85,7 +85,7 @@ def _served() -> str:
 
 def least_block(method: Method) -> int:
     """Tokens of the smallest block whose page can hold summaries and means of a method that is served."""
-    index, means = method.index_config(), method.rest_config()
+    index, means = method.index_config(), method.estimate_config()
     assert index is not None
     return max(LEAST_BLOCK, index.paged_tokens, 1 if means is None else means.page_tokens)
 
@@ -120,7 +120,7 @@ class Settings:
         given = additional_config.get("kvrecall", {}) if isinstance(additional_config, Mapping) else {}
         if not isinstance(given, Mapping):
             raise ParameterError("additional_config['kvrecall']", "an object", given, 'For example {"top_k": 100}.')
-        params: dict[str, Any] = dict(given)
+        params: dict[str, Any] = current(given)
         name, memory = params.pop("method", DEFAULT), params.pop("host_memory", None)
         residency = params.pop("residency", RESIDENCIES[0])
         if residency not in RESIDENCIES:
@@ -146,7 +146,7 @@ class Settings:
                 raise CompositionError(f"vLLM with {key}={value!r}", why, "Leave it out.")
             if key not in known:
                 raise UnknownNameError(f"setting of {name}", key, [*known, "method", "host_memory", "residency"])
-        estimate = {"rest": PageMeans.name} if name == DEFAULT else {}
+        estimate = {"estimate": PageMeans.name} if name == DEFAULT else {}
         method = from_settings(name, {"local_tokens": LOCAL_TOKENS, **estimate, **params})
         index = method.index_config()
         if why := why_unserved(method) or (index.why_unpaged() if index is not None else ""):
@@ -156,10 +156,10 @@ class Settings:
         if index is not None and not index.paged_tokens <= min(method.local_tokens, BLOCK_TOKENS):
             wanted = f"at most {min(method.local_tokens, BLOCK_TOKENS)}, which the window and a block hold"
             raise ParameterError("page_tokens", wanted, index.paged_tokens, "Take fewer, or more local_tokens.")
-        means = method.rest_config()
+        means = method.estimate_config()
         if means is not None and (means.page_tokens.bit_count() != 1 or means.page_tokens > BLOCK_TOKENS):
             wanted = f"a power of two, at most {BLOCK_TOKENS}: pages lie in blocks"
-            raise ParameterError("page_tokens", wanted, means.page_tokens, 'Use "rest": "page-means", which has 64.')
+            raise ParameterError("page_tokens", wanted, means.page_tokens, 'Use "estimate": "page-means", which has 64.')
         limit = None if memory is None else bytes_of(memory)
         return Settings(method, limit, residency)
 
@@ -211,7 +211,10 @@ class Parts:
         while cdiv(method.top_k, rows) > MOST_PARTS // 2:
             rows *= 2
         chosen, sinks = cdiv(method.top_k, rows), cdiv(method.sink_tokens, DENSE_ROWS)
-        window, room = cdiv(method.local_tokens, DENSE_ROWS), MOST_PARTS - chosen - sinks - (method.rest_config() is not None)
+        window, room = (
+            cdiv(method.local_tokens, DENSE_ROWS),
+            MOST_PARTS - chosen - sinks - (method.estimate_config() is not None),
+        )
         if window > room:
             told = f"at most {room * DENSE_ROWS} with this top_k and these sinks"
             raise ParameterError("local_tokens", told, method.local_tokens, "Take fewer.")

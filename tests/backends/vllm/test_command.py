@@ -62,6 +62,12 @@ def test_a_second_additional_config_is_merged_and_wins(given: list[str]) -> None
     assert made.config == config["kvrecall"] and made.settings.method.top_k == 7
 
 
+def test_a_second_additional_config_wins_by_a_former_name() -> None:
+    given = ["--additional-config", '{"kvrecall": {"rest": null}}']
+    made = serve_command("org/model", EXACT | {"estimate": "page-means"}, {}, given)
+    assert made.config == {"method": "exact", "estimate": None} and made.settings.method.estimate is None
+
+
 @pytest.mark.parametrize(
     ("config", "given", "said"),
     [

@@ -49,7 +49,7 @@ def expected(course: Course, page: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(("index", "page"), [*((index, 8) for index in INDEXES), ("exact", 5), ("exact", 200)])
 def test_pages_stand_for_their_tokens_that_were_not_found(index: str, page: int) -> None:
-    course = Course(Method(index=index, top_k=10, rest=f"page-means:page_tokens={page}", **ZONES))
+    course = Course(Method(index=index, top_k=10, estimate=f"page-means:page_tokens={page}", **ZONES))
     for _ in range(20):
         torch.testing.assert_close(course.step(), expected(course, page), atol=2e-5, rtol=1e-4)
     assert (course.state.stats.estimated_units > 0) == (page < 200)
@@ -60,13 +60,15 @@ def test_pages_stand_for_their_tokens_that_were_not_found(index: str, page: int)
     {"prune": "top-p:p=0.5"}, {"fetch": "staged:reuse=true"}, {"attend": "host"},
 ])  # fmt: skip
 def test_beside_every_other_part(changes: dict[str, Any]) -> None:
-    course = Course(Method(index="exact", top_k=10, rest="page-means:page_tokens=8", **changes, **ZONES))
+    course = Course(Method(index="exact", top_k=10, estimate="page-means:page_tokens=8", **changes, **ZONES))
     for _ in range(8):
         torch.testing.assert_close(course.step(), expected(course, 8), atol=2e-5, rtol=1e-4)
 
 
 def test_held_selections_keep_their_estimates() -> None:
-    course = Course(Method(index="exact", top_k=10, rest="page-means:page_tokens=8", trigger="fixed-stride:steps=100", **ZONES))
+    course = Course(
+        Method(index="exact", top_k=10, estimate="page-means:page_tokens=8", trigger="fixed-stride:steps=100", **ZONES)
+    )
     course.step()
     held = course.state.held[0].estimated
     assert held is not None
@@ -84,7 +86,8 @@ def test_held_selections_keep_their_estimates() -> None:
 
 def test_what_is_found_is_what_the_index_finds_alone() -> None:
     plain, completed = (
-        Course(methods.get("pariskv-balanced", top_k=9, rest=rest, **ZONES)) for rest in (None, "page-means:page_tokens=8")
+        Course(methods.get("pariskv-balanced", top_k=9, estimate=estimate, **ZONES))
+        for estimate in (None, "page-means:page_tokens=8")
     )
     for _ in range(10):
         plain.step(), completed.step()
@@ -93,15 +96,15 @@ def test_what_is_found_is_what_the_index_finds_alone() -> None:
 
 def test_estimates_bring_the_output_nearer_to_full_attention() -> None:
     errors = []
-    for rest in (None, "page-means:page_tokens=16", "page-means:page_tokens=4"):
-        course = Course(Method(index="exact", top_k=10, rest=rest, **ZONES), length=300)
+    for estimate in (None, "page-means:page_tokens=16", "page-means:page_tokens=4"):
+        course = Course(Method(index="exact", top_k=10, estimate=estimate, **ZONES), length=300)
         out = course.step()
         errors.append(float((out - dense(course.queries[:, -1], course.keys, course.values)).norm()))
     assert errors[2] < errors[1] < errors[0]
 
 
 def test_a_selection_of_everything_leaves_nothing_to_estimate() -> None:
-    course = Course(Method(index="exact", top_k=10, rest="page-means:page_tokens=8", **ZONES))
+    course = Course(Method(index="exact", top_k=10, estimate="page-means:page_tokens=8", **ZONES))
     course.step()
     index, queries = course.state.index, course.queries[None, :, -1]
     assert isinstance(index, PageMeansIndex)
@@ -114,21 +117,21 @@ def test_a_selection_of_everything_leaves_nothing_to_estimate() -> None:
 
 
 def test_crops_and_copies_forget_and_keep_pages() -> None:
-    course = Course(Method(index="exact", top_k=10, rest="page-means:page_tokens=8", **ZONES))
+    course = Course(Method(index="exact", top_k=10, estimate="page-means:page_tokens=8", **ZONES))
     for _ in range(4):
         course.step()
     state = course.state
     assert isinstance(state.index, PageMeansIndex)
     twin, pages = state.index.select([0, 0]), state.index.means.gather(0).clone()
-    other = state.fork(replace(state.method, rest="page-means:page_tokens=5"))
+    other = state.fork(replace(state.method, estimate="page-means:page_tokens=5"))
     state.crop(0, 50)
     assert state.index.means.lengths == [(50 - 4) // 8 if state.store.host[0].length >= 46 else state.store.host[0].length // 8]
     assert torch.equal(twin.means.gather(1), pages)
     assert isinstance(other.index, PageMeansIndex)
     assert state.index.nbytes > state.index.base.nbytes
     shape = course.state.shape
-    with_rest = state.method.summary_bytes(shape, 80) - replace(state.method, rest=None).summary_bytes(shape, 80)
-    assert with_rest == shape.kv_heads * (CPU_BLOCK_TOKENS // 8 + 7) * 2 * shape.head_dim * 4
+    with_estimate = state.method.summary_bytes(shape, 80) - replace(state.method, estimate=None).summary_bytes(shape, 80)
+    assert with_estimate == shape.kv_heads * (CPU_BLOCK_TOKENS // 8 + 7) * 2 * shape.head_dim * 4
 
 
 def test_sequences_of_a_batch_do_not_mix() -> None:
@@ -136,7 +139,7 @@ def test_sequences_of_a_batch_do_not_mix() -> None:
     from kvrecall.layer.pipeline import decode_step, prefill_layer
     from tests.one_layer import layer, normal
 
-    method = Method(index="exact", top_k=6, rest="page-means:page_tokens=8", **ZONES)
+    method = Method(index="exact", top_k=6, estimate="page-means:page_tokens=8", **ZONES)
     both, alone = layer(method, sequences=2), [layer(method) for _ in range(2)]
     lengths = (90, 60)
     q, k, v = (normal(2, h, 90, 64, seed=i) for i, h in enumerate((6, 2, 2)))
@@ -156,12 +159,12 @@ def test_sequences_of_a_batch_do_not_mix() -> None:
 )
 def test_who_estimates_already_is_refused(name: str, reason: str) -> None:
     with pytest.raises(CompositionError, match=reason):
-        methods.get(name, rest="page-means")
+        methods.get(name, estimate="page-means")
 
 
 def test_nothing_to_complete_is_refused() -> None:
     with pytest.raises(CompositionError, match="nothing is ever searched"):
-        methods.get("full", rest="page-means")
+        methods.get("full", estimate="page-means")
 
 
 @pytest.mark.parametrize("tokens", [1, 2.5])
@@ -173,5 +176,5 @@ def test_impossible_pages(tokens: float) -> None:
 def test_a_captured_decode_says_beside_which_searches_it_cannot() -> None:
     from kvrecall.backends.transformers.capture.check import _check_method
 
-    with pytest.raises(CaptureError, match="rest=None"):
-        _check_method(kvrecall.methods.Quest(rest="page-means"))
+    with pytest.raises(CaptureError, match="estimate=None"):
+        _check_method(kvrecall.methods.Quest(estimate="page-means"))

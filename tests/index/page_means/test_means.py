@@ -31,7 +31,7 @@ LENGTHS = st.lists(st.integers(1, 90), min_size=1, max_size=6)
 
 
 def method(page: int, **parts: Any) -> Method:
-    return Method(top_k=6, rest=f"page-means:page_tokens={page}", **{"index": "exact"} | parts | ZONES)
+    return Method(top_k=6, estimate=f"page-means:page_tokens={page}", **{"index": "exact"} | parts | ZONES)
 
 
 def add(state: LayerState, count: int, seed: int, sequence: int = 0) -> None:
@@ -67,7 +67,7 @@ def assert_means(state: LayerState, sequence: int = 0) -> None:
         for number in range(pool.length // page):
             own = rows[h, number * page : (number + 1) * page].flatten(1)
             assert torch.equal(found[h, number], own.float().mean(0).to(state.shape.dtype)), (h, number)
-    means = state.method.rest_config()
+    means = state.method.estimate_config()
     assert means is not None
     promised = means.nbytes(replace(state.shape, sequences=1), pool.length)
     assert index._begun[sequence].nbytes + found.nbytes <= promised
@@ -253,9 +253,9 @@ def test_an_index_that_cannot_look_back_takes_nothing_where_it_does_not_belong()
 
 def test_bytes_are_promised_and_counted() -> None:
     name = "pariskv-balanced"
-    state = layer(methods.get(name, top_k=9, rest="page-means:page_tokens=8", **ZONES))
+    state = layer(methods.get(name, top_k=9, estimate="page-means:page_tokens=8", **ZONES))
     add(state, 20 + 8 * 10 + 7, 1)
-    index, alone = end(state), replace(state.method, rest=None)
+    index, alone = end(state), replace(state.method, estimate=None)
     assert state.store.host[0].length == 87
     promised = state.method.summary_bytes(state.shape, 87) - alone.summary_bytes(state.shape, 87)
     row, rows = 2 * 2 * 64 * 4, CPU_BLOCK_TOKENS // 8  # of a block, whole blocks are taken

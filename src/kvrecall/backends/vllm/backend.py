@@ -191,7 +191,7 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         self._layout = Layout.contiguous(shape)
         self._engine.shapes.append(shape)
         self._engine.impls.append(self)
-        means = settings.method.rest_config()
+        means = settings.method.estimate_config()
         width = width_of(settings.index, means, shape)
         own.attn_backend = backend = of_pages(width, least_block(settings.method))
         if not hasattr(AttentionBackend, "customize_spec"):  # before 0.28 vLLM does not call it

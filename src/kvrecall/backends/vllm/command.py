@@ -17,6 +17,7 @@ from typing import Any
 from kvrecall.backends.vllm.plugin import OTHER_NAME
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.whole_files import parse_json
+from kvrecall.methods.settings import current
 from kvrecall.step.settings import BLOCK_TOKENS, Settings
 
 _BACKEND, _CONFIG = "--attention-backend", "--additional-config"
@@ -51,7 +52,7 @@ def serve_command(model: str, config: Mapping[str, Any], flags: Mapping[str, obj
     """
     theirs, rest = _without_config(given)
     own = theirs.get("kvrecall", {})
-    merged = {**theirs, "kvrecall": {**config, **own} if isinstance(own, Mapping) else own}
+    merged = {**theirs, "kvrecall": {**config, **current(own)} if isinstance(own, Mapping) else own}
     settings = Settings.of(merged)
     named = {_name(text) for text in rest}
     chosen = {_BACKEND: "CUSTOM", "--block-size": BLOCK_TOKENS} | {f"--{name}": value for name, value in flags.items()}

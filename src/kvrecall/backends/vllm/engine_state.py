@@ -200,7 +200,7 @@ class EngineState:
             return
         self._warm, begun = True, perf_counter()
         scheduler, method = self._config.scheduler_config, self.settings.method
-        means, decodes = method.rest_config(), self.most * (1 + self.drafts)
+        means, decodes = method.estimate_config(), self.most * (1 + self.drafts)
         page = max(self.settings.index.paged_tokens, 1 if means is None else means.page_tokens)
         limits = Limits(
             scheduler.max_num_batched_tokens, self.longest, method.sink_tokens + method.local_tokens,

@@ -48,7 +48,7 @@ class PageMeans(Part):
     Fewer tokens per page estimate better and take more memory: 4 D / page_tokens bytes per token in 16-bit types.
     """
 
-    role: ClassVar[str] = "rest"
+    role: ClassVar[str] = "estimate"
     name: ClassVar[str] = "page-means"
 
     page_tokens: int = 64

@@ -102,12 +102,12 @@ def _check_method(method: Method) -> None:
         raise CaptureError(told, 'Use index="pages", or static=None.')
     if method.prune_config() is not None:
         raise CaptureError("selections are pruned on the host", PLAIN)
-    if method.rest_config() is not None:
+    if method.estimate_config() is not None:
         _check_page_means(method, config, config.captured)
 
 
 def _check_page_means(method: Method, config: IndexConfig, captured: Captured) -> None:
-    remedy = "Decode uncaptured (capture=None), or with rest=None."
+    remedy = "Decode uncaptured (capture=None), or with estimate=None."
     if not captured.page_means:
         raise CaptureError(f"page means with index {config.name!r} have no kernel", remedy)
     if (trigger := method.trigger_config().name) != "every-step":
