@@ -145,6 +145,30 @@ def test_ids_do_not_depend_on_the_blocks(kind: str, size: int, tile: int, monkey
     search_both(index, gaussian(3, 2, 4, 64), 20)
 
 
+@pytest.mark.parametrize("tokens", [700, 2047, 2048, 2600])
+@pytest.mark.parametrize("kind", ["collisions", "products", "balanced"])
+def test_a_sequence_alone_is_divided_by_its_length(kind: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for 8,192: up to 2,048 in single tiles, longer ones in parts of four."""
+    for name, value in {"_SCAN_TOKENS": 512, "_LONG_TOKENS": 2048, "_LONG": 0}.items():
+        monkeypatch.setattr(f"kvrecall.index.sphere.kernels.search.{name}", value)
+    config: dict[str, Any] = {
+        "collisions": {"gqa": "max", "weight_dtype": "float32"},
+        "products": {"gqa": "mean_softmax", "stage1": "product", "weight_dtype": "float32"},
+        "balanced": {"gqa": "max", "stage1": "product", "center": True, **EIGHT},
+    }[kind]
+    keys = 3 * gaussian(4, 2, 1, 64) + gaussian(5, 2, tokens, 64)
+    keys[:, 11::200] = 0
+    index = index_in_blocks([keys], 2, 1024, schedule=STEP, min_candidates_per_k=1, **config)
+    index.reserve(8192)
+    index.exclude(0, torch.arange(20, 50, dtype=torch.int32).expand(2, -1))
+    queries, budget = gaussian(3, 1, 4, 64), Budget(20, 64**-0.5)
+    expected = index.search(queries, budget, [0])
+    index._kernels = True
+    found = index.search(queries, budget, [0])
+    assert index._gpu is not None and index._gpu.tokens == 8192
+    assert torch.equal(found.ids, expected.ids) and torch.equal(found.counts, expected.counts)
+
+
 def test_scratch_is_kept_while_blocks_come() -> None:
     """It grows by steps, and once where a length is announced."""
     index = index_of([gaussian(1, 2, 40, 64)], 1, gqa="max", stage1="product", schedule=(RatioStep(None, 0.01, 0.01),))

@@ -34,7 +34,7 @@ from kvrecall.core.triton import (
 )
 from kvrecall.index.sphere.kernels.blocks import begin_of, blocks_of, look_up, numbers_of, rows_of
 from kvrecall.index.sphere.kernels.scan import UNROLLED_SUMS, row_of_scores, tally
-from kvrecall.index.sphere.kernels.work import first_part, part, parts, step, stop
+from kvrecall.index.sphere.kernels.work import first_part, part, parts, step, stop, tokens_of_part
 
 CHUNK = tl.constexpr(64)
 """Tokens that a warp scores at once, four matrix products high."""
@@ -225,8 +225,8 @@ def binary_kernel(
     CENTRED: tl.constexpr, SPAN: tl.constexpr, BR: tl.constexpr, BB: tl.constexpr, MOST: tl.constexpr, SINKS: tl.constexpr,
     SEQUENCES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Part (SUB tiles of TILE tokens, sequence and KV head), for WARPS warps, a multiple of four. Inputs, outputs and
-    arguments are those of `product_kernel`.
+    """Part (tiles of TILE tokens, sequence and KV head), for WARPS warps, a multiple of four. Inputs, outputs and arguments are
+    those of `product_kernel`.
 
     signs are read READ bytes at a time; a key has at most STEPS times 128 bits. The first keys of a tile do not depend on the
     queries, so they are loaded before the previous kernel has ended.
@@ -236,9 +236,10 @@ def binary_kernel(
         i_tile, i_bh = part(number, b_parts, b_until, START, HEADS, SEQUENCES)
         i_b, i_h, p_own = i_bh // HEADS, i_bh % OWN_HEADS, p_table + i_bh // OWN_HEADS * TABLE
         T: tl.constexpr = CHUNK * WARPS
-        ROUNDS: tl.constexpr = SUB * TILE // T
         GROUPS: tl.constexpr = (LANES + 3) // 4  # query heads per thread
-        first, tokens = i_tile * (SUB * TILE), tl.load(p_plan + i_b * FIELDS)
+        tokens = tl.load(p_plan + i_b * FIELDS)
+        size = tokens_of_part(tokens, CAPACITY, TILE, SUB, SEQUENCES)
+        first = i_tile * size
         b_known = look_up(p_own, TABLE, first, BLOCK, SUB * TILE)
         b_thread = tl.arange(0, 32 * WARPS)
         b_lane, b_warp = b_thread % 32, b_thread // 32
@@ -247,7 +248,7 @@ def binary_kernel(
                                      tokens, BLOCK, S, READ, T, STEPS, NORMS)  # fmt: skip
         begin(PDL)
         if (tl.load(p_fire + i_b) != 0) & (first < tokens):
-            spans, last = tl.cdiv(tokens, SPAN), tl.minimum(tokens, first + SUB * TILE)
+            spans, last = tl.cdiv(tokens, SPAN), tl.minimum(tokens, first + size)
             SUMS = tl.cdiv(SPANS, BR)
             b_columns, b_rests, b_means, b_units = (), (), (), ()
             b_odd = o_key & 1
@@ -269,7 +270,7 @@ def binary_kernel(
             b_count, b_count_64 = tl.zeros(b_lane.shape, tl.int32), tl.zeros(b_lane.shape, tl.int32)
             if CENTRED:
                 b_shifts = read_shifts(p_shift, first + o_chunk, o_word, tokens, SPANS, LANES, SPAN)
-            for i_round in range(ROUNDS):
+            for i_round in range(size // T):
                 o_token = first + i_round * T + o_chunk
                 # Loads for the next round are started early. After the last round nothing is loaded: `last` ends the tile.
                 b_next, b_next_codes = read_keys(p_signs, p_norms, b_known, p_own, TABLE, BYTES, i_h, first, (i_round + 1) * T,
@@ -330,7 +331,7 @@ def binary_kernel(
                         b_count_64 += b_a[1] + b_b[1]
                 b_words, b_codes = b_next, b_next_codes
             if HAS_EXCLUDED or tl.load(p_zeros + i_bh) != 0:
-                tally(p_score, p_weights, p_own, p_zeros + i_bh, p_excluded, p_reach, p_total, first, tokens, i_bh, i_h, i_tile,
+                tally(p_score, p_weights, p_own, p_zeros + i_bh, p_excluded, p_reach, p_total, first, last, i_bh, i_h, i_tile,
                       CAPACITY, TILES, TABLE, BYTES, BLOCK, S, TILE, SUB, HAS_EXCLUDED, BINS, SINKS)  # fmt: skip
             else:
                 o_bin = tl.arange(0, 32)

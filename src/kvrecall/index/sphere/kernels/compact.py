@@ -13,7 +13,7 @@ import triton.language as tl
 
 from kvrecall.core.triton import begin, end
 from kvrecall.index.sphere.kernels.scan import row_of_scores
-from kvrecall.index.sphere.kernels.work import first_part, part, parts, step, stop
+from kvrecall.index.sphere.kernels.work import first_part, part, parts, step, stop, tokens_of_part
 from kvrecall.select.kernels import add_three
 
 HIGH = tl.constexpr(-0x7F7F7F80)
@@ -46,7 +46,7 @@ def compact_kernel(
     p_plan, p_fire, p_scores, p_reach, p_total, p_ids, HEADS, START, PAIRS, CAPACITY, TILES, ROOM, T: tl.constexpr,
     SUB: tl.constexpr, BT: tl.constexpr, FIELDS: tl.constexpr, BINS: tl.constexpr, SEQUENCES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Part (tile, sequence and KV head): writes the tile's part of the candidates ids[bh, ·], int32.
+    """Part (tiles, sequence and KV head): writes its share of the candidates ids[bh, ·], int32.
 
     scores: int32, four scores each; 0 beyond the last token, which is no candidate's score. Most tiles take all or none of the
     keys with the least score; only one tile takes some, and counts which.
@@ -57,8 +57,9 @@ def compact_kernel(
         i_b = i_bh // HEADS
         tokens = tl.load(p_plan + i_b * FIELDS)
         wanted = tl.load(p_plan + i_b * FIELDS + 1)
+        size = tokens_of_part(tokens, CAPACITY, T, SUB, SEQUENCES)
         begin(PDL)
-        if (tl.load(p_fire + i_b) != 0) & (i_tile * (SUB * T) < tokens):
+        if (tl.load(p_fire + i_b) != 0) & (i_tile * size < tokens):
             o_bin = tl.arange(0, BINS)
             b_total = tl.load(p_total + i_bh * BINS + o_bin)
             # Totals fall with the score: `enough` of them reach `wanted`, the next one is below.
@@ -77,8 +78,8 @@ def compact_kernel(
             p_score = p_scores + i_bh.to(tl.int64) * (row_of_scores(CAPACITY) // 4)
             divided = (equal_before < room) & (equal_before + equal_here > room)
             cut = tl.where(equal_before + equal_here <= room, least, least + 1)
-            for i_sub in range(SUB):
-                o_w = (i_tile * (SUB * T) + i_sub * T) // 4 + tl.arange(0, T // 4)
+            for i_sub in range(size // T):
+                o_w = (i_tile * size + i_sub * T) // 4 + tl.arange(0, T // 4)
                 b_word = tl.load(p_score + o_w, mask=o_w // 4 < tl.cdiv(tokens, 16), other=0)
                 b_keep = reaching(b_word, cut)
                 if divided:

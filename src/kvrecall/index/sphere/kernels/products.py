@@ -15,7 +15,7 @@ import triton.language as tl
 from kvrecall.core.triton import begin, end
 from kvrecall.index.sphere.kernels.blocks import begin_of, blocks_of, look_up, numbers_of, rows_of
 from kvrecall.index.sphere.kernels.scan import UNROLLED_SUMS, row_of_scores, tally, write_scores
-from kvrecall.index.sphere.kernels.work import first_part, part, parts, step, stop
+from kvrecall.index.sphere.kernels.work import first_part, part, parts, step, stop, tokens_of_part
 
 
 @triton.constexpr_function
@@ -85,7 +85,8 @@ def product_kernel(
     UNIT: tl.constexpr, PEAK: tl.constexpr, CENTRED: tl.constexpr, SPAN: tl.constexpr, BR: tl.constexpr, BB: tl.constexpr,
     MOST: tl.constexpr, SINKS: tl.constexpr, SEQUENCES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Part (tile of SUB x T tokens, sequence and KV head). BS, BL: S and LANES, padded. TALLY: tokens counted at once.
+    """Part (tiles of TALLY tokens, sequence and KV head), T tokens at a time. BS, BL: S and LANES, padded. SUB: see
+    `tokens_of_part`.
 
     scale: length of a rotated query `[BH, LANES, D]` in integers, which are clamped to PEAK. NORMS: multiplies products by
     the keys' norms, small floats in units of 2^-UNIT. CENTRED: adds <q, c> of each SPAN tokens, the shifts fp32
@@ -93,13 +94,15 @@ def product_kernel(
     sums of BR shifts each, at most BB. SPAN divides T. BLOCK, BYTES, OWN_HEADS, table, zeros, SINKS: as in
     `collision_kernel`.
     """
-    b_parts, b_until = parts(p_plan, START, PAIRS, HEADS, FIELDS, SUB * T, SEQUENCES)
+    b_parts, b_until = parts(p_plan, START, PAIRS, HEADS, FIELDS, SUB * TALLY, SEQUENCES)
     for number in range(first_part(SEQUENCES), stop(b_until, SEQUENCES), step(SEQUENCES)):
         i_tile, i_bh = part(number, b_parts, b_until, START, HEADS, SEQUENCES)
         i_b, i_h, p_own = i_bh // HEADS, i_bh % OWN_HEADS, p_table + i_bh // OWN_HEADS * TABLE
         KEYS: tl.constexpr = 32 // BS  # in a row
-        first, tokens = i_tile * (SUB * T), tl.load(p_plan + i_b * FIELDS)
-        b_known = look_up(p_own, TABLE, first, BLOCK, SUB * T)
+        tokens = tl.load(p_plan + i_b * FIELDS)
+        size = tokens_of_part(tokens, CAPACITY, TALLY, SUB, SEQUENCES)
+        first = i_tile * size
+        b_known = look_up(p_own, TABLE, first, BLOCK, SUB * TALLY)
         begin(PDL)
         if (tl.load(p_fire + i_b) != 0) & (first < tokens):
             o_k, o_n = tl.arange(0, 32), tl.arange(0, KEYS * BL)
@@ -137,7 +140,7 @@ def product_kernel(
             else:
                 b_start = tl.where(o_lane < LANES, (OFFSET - tl.sum(b_all, 0)) << 2, -(1 << 24))[None, :]
             p_score = p_scores + i_bh.to(tl.int64) * row_of_scores(CAPACITY)
-            for i_sub in tl.range(0, SUB, num_stages=STAGES, disable_licm=CENTRED):  # hoisting takes more registers
+            for i_sub in tl.range(0, size // T, num_stages=STAGES, disable_licm=CENTRED):  # hoisting takes more registers
                 start = first + i_sub * T
                 o_key = (tl.arange(0, T // KEYS) * KEYS)[:, None] + (o_k // BS)[None, :]
                 m_code = (o_key < tokens - start) & (o_k % BS < S)[None, :]
@@ -179,7 +182,8 @@ def product_kernel(
                         b_best = (((b_best - OFFSET) * (16 + (b_code & 15)) << (b_code >> 4)) >> UNIT) + OFFSET
                     b_score = tl.minimum(tl.maximum(b_best >> SHIFT, 0), TOP) + 2
                 write_scores(p_score, b_score, o_t, tokens, SINKS)
-            tally(p_score, p_weights, p_own, p_zeros + i_bh, p_excluded, p_reach, p_total, first, tokens, i_bh, i_h, i_tile,
-                  CAPACITY, TILES, TABLE, BYTES, BLOCK, S, TALLY, SUB * T // TALLY, HAS_EXCLUDED, BINS, SINKS)  # fmt: skip
+            tally(p_score, p_weights, p_own, p_zeros + i_bh, p_excluded, p_reach, p_total, first,
+                  tl.minimum(tokens, first + size), i_bh, i_h, i_tile, CAPACITY, TILES, TABLE, BYTES, BLOCK, S, TALLY,
+                  SUB, HAS_EXCLUDED, BINS, SINKS)  # fmt: skip
     begin(PDL)  # programs without a part, too: this launch must end after the one before it
     end(PDL)

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from kvrecall.core.triton import begin, end
 from kvrecall.index.sphere.kernels.blocks import begin_of, blocks_of, look_up, numbers_of, one_block, rows_of
-from kvrecall.index.sphere.kernels.work import first_part, part, parts, step, stop
+from kvrecall.index.sphere.kernels.work import first_part, part, parts, step, stop, tokens_of_part
 
 UNROLLED_SUMS = tl.constexpr(1024)
 """Sums of shifts that a program reads without a loop; 4M tokens have as many."""
@@ -98,7 +98,8 @@ def collision_kernel(
     BW: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr, T: tl.constexpr, SUB: tl.constexpr, HAS_EXCLUDED: tl.constexpr,
     FIELDS: tl.constexpr, BINS: tl.constexpr, SINKS: tl.constexpr, SEQUENCES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Part (tile of SUB x T tokens, sequence and KV head): scores by table look-ups. Sign bytes are read READ at a time.
+    """Part (tiles of T tokens, sequence and KV head): scores by table look-ups. Sign bytes are read READ at a time. SUB: see
+    `tokens_of_part`.
 
     table int32 `[b, TABLE]`: the blocks of each sequence, see `kernels/blocks.py`; blocks have OWN_HEADS KV heads and stride
     BYTES in bytes. HEADS is smaller if each KV head is searched as a sequence of its own. zeros int32 `[bh]`: not 0 for heads
@@ -111,7 +112,8 @@ def collision_kernel(
         i_tile, i_bh = part(number, b_parts, b_until, START, HEADS, SEQUENCES)
         i_b = i_bh // HEADS
         tokens = tl.load(p_plan + i_b * FIELDS)
-        i_h, p_own, i_first = i_bh % OWN_HEADS, p_table + i_bh // OWN_HEADS * TABLE, i_tile * (SUB * T)
+        size = tokens_of_part(tokens, CAPACITY, T, SUB, SEQUENCES)
+        i_h, p_own, i_first = i_bh % OWN_HEADS, p_table + i_bh // OWN_HEADS * TABLE, i_tile * size
         b_known = look_up(p_own, TABLE, i_first, BLOCK, SUB * T)
         if (tl.load(p_fire + i_b) != 0) & (i_first < tokens):
             p_entries = p_tables + i_bh * (WORDS * S * 256)
@@ -119,7 +121,7 @@ def collision_kernel(
             # A tile in several known blocks is scored block by block.
             PIECE: tl.constexpr = BLOCK if (T > BLOCK) & (len(b_known) > 0) else T
             o_w, o_in = tl.arange(0, BW), tl.arange(0, PIECE)
-            for i_piece in tl.range(0, SUB * T // PIECE, disable_licm=True):  # that took more registers
+            for i_piece in tl.range(0, size // PIECE, disable_licm=True):  # that took more registers
                 start = i_first + i_piece * PIECE
                 m_w = (o_in < tokens - start)[:, None] & (o_w < NW)[None, :]
                 b_block = blocks_of(b_known, p_own, TABLE, i_first, i_piece * PIECE, o_in[:, None], BLOCK, PIECE)
@@ -138,7 +140,8 @@ def collision_kernel(
                         if w * 4 + lane < LANES:
                             b_score = tl.maximum(b_score, (b_lanes >> (8 * lane)) & 255)
                 write_scores(p_score, b_score + 2, start + o_in, tokens, SINKS)
-            tally(p_score, p_weights, p_own, p_zeros + i_bh, p_excluded, p_reach, p_total, i_first, tokens, i_bh, i_h,
-                  i_tile, CAPACITY, TILES, TABLE, BYTES, BLOCK, S, T, SUB, HAS_EXCLUDED, BINS, SINKS)  # fmt: skip
+            tally(p_score, p_weights, p_own, p_zeros + i_bh, p_excluded, p_reach, p_total, i_first,
+                  tl.minimum(tokens, i_first + size), i_bh, i_h, i_tile, CAPACITY, TILES, TABLE, BYTES, BLOCK, S, T, SUB,
+                  HAS_EXCLUDED, BINS, SINKS)  # fmt: skip
     begin(PDL)  # programs without a part, too: this launch must end after the one before it
     end(PDL)

@@ -38,9 +38,10 @@ FIELDS = 2 + len(TIER_PERCENTILES)
 """int32 numbers per sequence in a plan: tokens of the zone, candidates wanted, target of each collision tier."""
 
 _SCAN_TOKENS, _LONG_TOKENS, _LONG = 1024, 2048, 98_304
-"""Tokens per tile, for zones of up to `_LONG` tokens and for longer ones."""
+"""Tokens per program, for zones of up to `_LONG` tokens and for longer ones. Of a longer one that is searched
+alone, programs have the smaller number while it is short (`tokens_of_part`)."""
 _LONGEST_TOKENS, _LONGEST_TILES = 4096, 1536
-"""Tokens per tile of binary products, if a search of all sequences and KV heads has at least `_LONGEST_TILES` of them."""
+"""Tokens per program of binary products, if a search of all sequences and KV heads has at least `_LONGEST_TILES` of them."""
 _MAX_TILES = 1024
 _DOT_TOKENS, _DOT_STAGES, _DOT_WARPS, _BLACKWELL = 512, 3, 4, (10, 0)
 """Tokens per matrix product of the one-bit products, and how many of them are read ahead."""
@@ -109,7 +110,7 @@ class Tables:
 
 
 class Tiling(NamedTuple):
-    """tokens: of a tile. each: tiles of a program. programs: of each pair of a sequence and a KV head."""
+    """tokens: of a tile. each: most tiles of a program. programs: of each pair of a sequence and a KV head."""
 
     tokens: int
     each: int
@@ -159,7 +160,7 @@ class GpuSearch:
         self._scale = product_scale(dim, norms)
         most = self._scale.top if stage1 == "product" else len(TIER_PERCENTILES) * self._blocks
         self._bins = next_power_of_2(most + 3)
-        self._reach = scratch(pairs, self._bins, self._tiling(1).programs)
+        self._reach = scratch(pairs, self._bins, self._tiling(range(1)).programs)
         self._total = scratch(pairs, self._bins)
         self._zeros = scratch(pairs)
         self._room = cdiv(candidates, 16) * 16  # aligned rows are read four numbers at a time
@@ -232,12 +233,14 @@ class GpuSearch:
         """Whether pairs belong to one sequence."""
         return pairs.start // self._heads == (pairs.stop - 1) // self._heads
 
-    def _tiling(self, pairs: int) -> Tiling:
-        """How a search of so many pairs of sequences and KV heads is divided."""
+    def _tiling(self, pairs: range, among: int | None = None) -> Tiling:
+        """How a launch for these pairs is divided. among: as in `launch`."""
         tokens, tile = self.tokens, _SCAN_TOKENS if self.tokens <= _LONG else _LONG_TOKENS
-        if self._binary and pairs * tokens >= _LONGEST_TILES * _LONGEST_TOKENS:
+        if self._binary and (among or len(pairs)) * tokens >= _LONGEST_TILES * _LONGEST_TOKENS:
             tile = _LONGEST_TOKENS
         each = max(1, cdiv(tokens, tile * _MAX_TILES))
+        if self._of_one(pairs) and tile == _LONG_TOKENS:  # with the longest, a scan of 1M tokens took a fifth longer
+            tile, each = _SCAN_TOKENS, each * (_LONG_TOKENS // _SCAN_TOKENS)
         return Tiling(tile, each, max(1, cdiv(tokens, tile * each)))
 
     def _walk(self, parts: int, pairs: range) -> tuple[tuple[int, ...], int]:
@@ -249,7 +252,8 @@ class GpuSearch:
 
     def scan(self, tables: Tables, plan: Tensor, fire: Tensor, pairs: range | None = None, among: int | None = None) -> None:
         """Computes the scores of all tokens and their histogram. among: as in `launch`."""
-        pairs, (tile, each, tiles) = pairs or self.pairs, self._tiling(among or len(self.pairs))
+        pairs = pairs or self.pairs
+        tile, each, tiles = self._tiling(pairs, among or len(self.pairs))
         codes, width, size = tables.codes, self._blocks, tables.block_size
         excluded = codes.signs if tables.excluded is None else tables.excluded
         written = plan, fire, self._scores, self._reach, self._total
@@ -282,7 +286,7 @@ class GpuSearch:
                 PRODUCT_RMS * self._dim**0.5, float(PRODUCT_RMS * self._dim), *sizes, self._spans, *places,
                 BLOCK=size, D=self._dim, S=width, BS=padded, LANES=self._lanes,
                 BL=next_power_of_2(max(self._lanes, padded // 4)), T=_DOT_TOKENS, STAGES=_DOT_STAGES,
-                SUB=each * tile // _DOT_TOKENS, TALLY=tile, HAS_EXCLUDED=tables.excluded is not None,
+                SUB=each, TALLY=tile, HAS_EXCLUDED=tables.excluded is not None,
                 FIELDS=self._stride, BINS=self._bins, OFFSET=offset, SHIFT=shift, TOP=top,
                 NATIVE=not INTERPRETED, NORMS=codes.norms is not None, UNIT=UNIT, PEAK=PRODUCT_PEAK,
                 CENTRED=self._centred, SPAN=SPAN, BR=self._block, BB=next_power_of_2(self._sums.shape[2]),
@@ -302,7 +306,7 @@ class GpuSearch:
     def compact(self, tables: Tables, plan: Tensor, fire: Tensor, pairs: range | None = None, among: int | None = None) -> None:
         """Writes the ids of the candidates. among: as in `launch`."""
         pairs, among = pairs or self.pairs, among or len(self.pairs)
-        tile, each, tiles = self._tiling(among)
+        tile, each, tiles = self._tiling(pairs, among)
         grid, sequences = self._walk(tiles, pairs)
         compact_kernel[grid](
             plan, fire, self._scores.view(torch.int32), self._reach, self._total, self._ids, self._heads,

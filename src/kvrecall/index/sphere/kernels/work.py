@@ -12,6 +12,9 @@ fifth longer.
 The pairs of a sequence and a KV head that are searched are PAIRS from START on. They belong to at most SEQUENCES sequences of
 HEADS KV heads each, the first and the last perhaps with fewer. A pair of sequence b has lengths[b * FIELDS] / SIZE parts,
 rounded up. The grid is (parts, PAIRS) for one sequence, where some parts may not exist, and of any length for several.
+
+A part is one tile or several. While a sequence that is searched alone is short, its parts are single tiles (`tokens_of_part`),
+because a few long parts would leave most of a GPU without work: 64K tokens in an engine for 256K took 8 us longer per layer.
 """
 
 from __future__ import annotations
@@ -27,6 +30,16 @@ def parts(p_lengths, START, PAIRS, HEADS, FIELDS, SIZE, SEQUENCES: tl.constexpr)
     b_pairs = tl.minimum(START + PAIRS, (o_b + 1) * HEADS) - tl.maximum(START, o_b * HEADS)
     b_each = tl.cdiv(tl.load(p_lengths + o_b * FIELDS, mask=b_pairs > 0, other=0), SIZE)
     return b_each, tl.cumsum(b_each * tl.maximum(b_pairs, 0), 0)
+
+
+@triton.jit
+def tokens_of_part(tokens, CAPACITY, TILE: tl.constexpr, SUB: tl.constexpr, SEQUENCES: tl.constexpr):
+    """Tokens of each part of a sequence: SUB tiles; a single one if a sequence alone has so few tokens that its parts are then
+    no more than those of CAPACITY tokens."""
+    size = SUB * TILE
+    if SEQUENCES == 1 and SUB > 1:
+        size = tl.where(tokens > CAPACITY // SUB, size, TILE)
+    return size
 
 
 @triton.jit
