@@ -170,6 +170,35 @@ def test_searches_over_centred_keys(
     compile_all(launches, capability)
 
 
+@pytest.mark.parametrize(("stage1", "capability"), [("product", 90), ("product", 100), ("collision", 80)])
+def test_scans_that_divide_a_sequence_by_its_length(
+    stage1: str, capability: int, launches: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs take one tile or two, as they find at run time, which no search over short zones does."""
+    from kvrecall.index.sphere import SphereConfig
+    from kvrecall.index.sphere.kernels.search import GpuSearch, Tables, plan_row
+    from kvrecall.index.sphere.pages import CodePages
+    from kvrecall.index.sphere.schedule import stage_sizes
+
+    monkeypatch.setattr("kvrecall.index.sphere.kernels.search.capability", lambda _: divmod(capability, 10))
+    config = SphereConfig(gqa="mean_softmax", **OWN) if stage1 == "product" else SphereConfig()
+    layer, room = Model(1, 2, 4, 128).layer(1, tokens=20), 264_192
+    made = config.build(layer).maps
+    search = GpuSearch(1, 2, 4, 128, config.gqa, stage1, 100, room, 5400, made, norms=config.norms)
+    pages = CodePages(config.layout(layer, 1024), torch.device("cpu"))
+    plan = torch.tensor([plan_row(9000, stage_sizes(config.steps, 9000, 100, 4), 0)], dtype=torch.int32)
+    zeros = torch.zeros(1, 2, 16, 256, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32)
+    tables = Tables(pages.codes, torch.zeros(1, room // 1024, dtype=torch.int32), *zeros)
+    fire = torch.ones(1, dtype=torch.int32)
+    search.scan(tables, plan, fire)
+    search.compact(tables, plan, fire)
+    scan = "collision_kernel" if stage1 == "collision" else "binary_kernel" if capability < 100 else "product_kernel"
+    assert [kernel.__name__ for kernel, *_ in launches.values()] == [scan, "compact_kernel"]
+    for kernel, signature, constants, *_ in launches.values():
+        assert constants[[*signature].index("SUB"),] == 2, kernel.__name__
+    compile_all(launches, capability)
+
+
 @pytest.mark.parametrize(
     ("candidates", "chunks", "group", "top_k", "mode", "capability"),
     [

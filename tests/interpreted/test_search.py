@@ -146,8 +146,8 @@ def test_ids_do_not_depend_on_the_blocks(kind: str, size: int, tile: int, monkey
 
 
 @pytest.mark.parametrize("tokens", [700, 2047, 2048, 2600])
-@pytest.mark.parametrize("kind", ["collisions", "products", "balanced"])
-def test_a_sequence_alone_is_divided_by_its_length(kind: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "size"), [("collisions", 16), ("products", 1024), ("balanced", 1024), ("balanced", 4096)])
+def test_a_sequence_alone_is_divided_by_its_length(kind: str, size: int, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With room for 8,192: up to 2,048 in single tiles, longer ones in parts of four."""
     for name, value in {"_SCAN_TOKENS": 512, "_LONG_TOKENS": 2048, "_LONG": 0}.items():
         monkeypatch.setattr(f"kvrecall.index.sphere.kernels.search.{name}", value)
@@ -158,7 +158,7 @@ def test_a_sequence_alone_is_divided_by_its_length(kind: str, tokens: int, monke
     }[kind]
     keys = 3 * gaussian(4, 2, 1, 64) + gaussian(5, 2, tokens, 64)
     keys[:, 11::200] = 0
-    index = index_in_blocks([keys], 2, 1024, schedule=STEP, min_candidates_per_k=1, **config)
+    index = index_in_blocks([keys], 2, size, schedule=STEP, min_candidates_per_k=1, **config)
     index.reserve(8192)
     index.exclude(0, torch.arange(20, 50, dtype=torch.int32).expand(2, -1))
     queries, budget = gaussian(3, 1, 4, 64), Budget(20, 64**-0.5)

@@ -33,7 +33,7 @@ def one_block(p_table, TABLE, token, BLOCK: tl.constexpr):
 
 @triton.jit
 def look_up(p_table, TABLE, first, BLOCK: tl.constexpr, TOKENS: tl.constexpr):
-    """The blocks of a program's TOKENS tokens from `first` on, a multiple of TOKENS; nothing if there are too many."""
+    """The blocks of a program's tokens from `first` on, at most TOKENS; nothing if there may be too many."""
     COUNT: tl.constexpr = (TOKENS + BLOCK - 1) // BLOCK
     b_known = ()
     if COUNT <= _FEW:

@@ -38,8 +38,8 @@ FIELDS = 2 + len(TIER_PERCENTILES)
 """int32 numbers per sequence in a plan: tokens of the zone, candidates wanted, target of each collision tier."""
 
 _SCAN_TOKENS, _LONG_TOKENS, _LONG = 1024, 2048, 98_304
-"""Tokens per program, for zones of up to `_LONG` tokens and for longer ones. Of a longer one that is searched
-alone, programs have the smaller number while it is short (`tokens_of_part`)."""
+"""Tokens per program, for zones of up to `_LONG` tokens and for longer ones. While a sequence that is searched alone is short,
+they are the smaller number (`tokens_of_part`)."""
 _LONGEST_TOKENS, _LONGEST_TILES = 4096, 1536
 """Tokens per program of binary products, if a search of all sequences and KV heads has at least `_LONGEST_TILES` of them."""
 _MAX_TILES = 1024
@@ -160,7 +160,7 @@ class GpuSearch:
         self._scale = product_scale(dim, norms)
         most = self._scale.top if stage1 == "product" else len(TIER_PERCENTILES) * self._blocks
         self._bins = next_power_of_2(most + 3)
-        self._reach = scratch(pairs, self._bins, self._tiling(range(1)).programs)
+        self._reach = scratch(pairs, self._bins, self._tiling(range(1), 1).programs)
         self._total = scratch(pairs, self._bins)
         self._zeros = scratch(pairs)
         self._room = cdiv(candidates, 16) * 16  # aligned rows are read four numbers at a time
@@ -233,10 +233,10 @@ class GpuSearch:
         """Whether pairs belong to one sequence."""
         return pairs.start // self._heads == (pairs.stop - 1) // self._heads
 
-    def _tiling(self, pairs: range, among: int | None = None) -> Tiling:
+    def _tiling(self, pairs: range, among: int) -> Tiling:
         """How a launch for these pairs is divided. among: as in `launch`."""
         tokens, tile = self.tokens, _SCAN_TOKENS if self.tokens <= _LONG else _LONG_TOKENS
-        if self._binary and (among or len(pairs)) * tokens >= _LONGEST_TILES * _LONGEST_TOKENS:
+        if self._binary and among * tokens >= _LONGEST_TILES * _LONGEST_TOKENS:
             tile = _LONGEST_TOKENS
         each = max(1, cdiv(tokens, tile * _MAX_TILES))
         if self._of_one(pairs) and tile == _LONG_TOKENS:  # with the longest, a scan of 1M tokens took a fifth longer
