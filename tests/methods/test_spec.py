@@ -71,6 +71,12 @@ def test_a_setting_may_have_its_former_name(former: str, text: str) -> None:
     assert parse(former).method() == parse(text).method()
 
 
+def test_a_method_of_one_s_own_with_the_former_name_of_an_estimate_is_refused() -> None:
+    """It would be ignored."""
+    with pytest.raises(ParameterError, match="own_estimate"):
+        type("Mine", (kvrecall.Method,), {"own_rest": lambda _: None})
+
+
 def test_former_names_override_and_are_overridden() -> None:
     means = PageMeans(page_tokens=16)
     text = "page-means:page_tokens=16"

@@ -70,6 +70,11 @@ class Method(TypedFields):
     dense_layers: tuple[int, ...] = ()
     per_layer: Any = ()
 
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        if hasattr(cls, "own_rest"):  # its former name; it would be ignored, and answers would differ
+            raise ParameterError(cls.__name__, "own_estimate", "own_rest", "Name it own_estimate.")
+
     def __post_init__(self) -> None:
         for role in parts.ROLES:
             object.__setattr__(self, role, parts.get(role, getattr(self, role)))
