@@ -103,3 +103,37 @@ def test_a_sequence_gets_what_it_gets_alone_whatever_its_row_held_before(given: 
     for _ in range(4):
         both([2, 4, 3], [1, 1, 1])
     assert not together.layer.bad.any()
+
+
+@pytest.mark.parametrize("given", GIVEN, ids=paged.short)
+def test_short_sequences_attend_to_all_tokens_whatever_attends(given: dict) -> None:
+    """A library alone, kernels beside a long sequence; then the short one becomes long."""
+    given = given | {"full_attention_threshold": 150}
+    texts, below = {0: tokens(300, 1), 1: tokens(400, 2)}, 150
+    device, alone = Device(given, top_k=24, on=CUDA, library=True), Device(given, top_k=24, on=CUDA)
+    for each in (device, alone):
+        each.feed({0: cut(texts[0], 0, 100)})
+    device.feed({1: cut(texts[1], 0, 300)})
+    for at in range(100, 170):
+        new = {0: cut(texts[0], at, at + 1)}
+        if at % 3 == 0:
+            new[1] = cut(texts[1], device.lengths[1], device.lengths[1] + 1)
+        found = device.feed(new)[0]
+        close(found, alone.feed({0: cut(texts[0], at, at + 1)})[0])
+        if at + 1 < below:
+            close(found[0], dense(texts[0], at))
+    assert device.whole_passes > 20 and not device.layer.bad.any()
+
+
+def test_a_library_s_pass_keeps_what_the_step_s_kernel_keeps() -> None:
+    """The same rows and summaries."""
+    given = GIVEN[0] | {"full_attention_threshold": 250}
+    near, far = Device(given, top_k=24, on=CUDA, library=True), Device(given, top_k=24, on=CUDA)
+    text = tokens(240, 1)
+    for start, stop in ((0, 60), *((at, at + 1) for at in range(60, 200))):
+        for each in (near, far):
+            each.feed({0: cut(text, start, stop)})
+    used = near.tables[0]
+    assert torch.equal(near.layer_pages[used], far.layer_pages[used])
+    assert torch.equal(near.pages[near.recent[0]].nan_to_num(7), far.pages[far.recent[0]].nan_to_num(7))
+    assert torch.equal(near.host.rows[used].nan_to_num(7), far.host.rows[used].nan_to_num(7))

@@ -180,6 +180,51 @@ def test_sequences_beyond_those_that_keep_rows_read_them_again() -> None:
     assert read[1][2:] == [HEADS * 24] * 2 and max(read[1][:2]) < HEADS * 24
 
 
+@pytest.mark.parametrize("drafts", [0, 2])
+@EACH_WAY
+def test_short_sequences_attend_to_all_tokens_and_long_ones_search(given: dict, many: None, drafts: int) -> None:
+    """Alone, by a library's attention; beside a long sequence, by the step's kernels; and after they have become long, whatever
+    attended to them before."""
+    below, texts = 90, {1: tokens(120, 1), 2: tokens(300, 2)}
+    given = given | {"full_attention_threshold": below}
+    if given["method"] == "pariskv":
+        given |= {"min_candidates_per_k": 20, "weight_dtype": "float32"}
+    device, bench = Device(given, top_k=12, library=True, drafts=drafts), paged.Bench(method_of(given, top_k=12))
+    at = {1: 0, 2: 0}
+
+    def both(**counts: int) -> None:
+        new = {int(n[1]): cut(texts[int(n[1])], at[int(n[1])], at[int(n[1])] + c) for n, c in counts.items()}
+        prompts = {n: len(q) > 1 + drafts for n, (q, _, _) in new.items()}
+        found, wanted = device.feed(new), bench.feed(new, prompts)
+        for name, (q, _, _) in new.items():
+            close(found[name], wanted[name])
+            at[name] += len(q)
+            if not prompts[name] and at[name] < below:
+                close(found[name][-1], dense(texts[name], at[name] - 1))
+
+    both(s1=60)
+    for _ in range(3):
+        both(s1=1 + drafts)
+    assert device.whole_passes == 3
+    both(s1=1, s2=200)
+    both(s1=1, s2=1 + drafts)
+    both(s2=1, s1=1)
+    both(s1=1)
+    assert device.whole_passes == 4
+    while at[1] < below + 8:
+        both(s1=1 + drafts)
+    both(s1=1, s2=1)
+    assert not device.layer.bad.any()
+
+
+def test_a_library_s_pass_sees_what_is_not_finite() -> None:
+    device, (q, k, v) = Device(GIVEN[0] | {"full_attention_threshold": 90}, top_k=12, library=True), tokens(20, 1)
+    device.feed({0: cut((q, k, v), 0, 19)})
+    k[19, 1, 3] = float("inf")
+    device.feed({0: cut((q, k, v), 19, 20)})
+    assert device.layer.bad[0] and device.whole_passes == 1
+
+
 def test_rows_on_the_device_give_what_rows_on_the_host_give() -> None:
     near, far, text = Device(GIVEN[0], top_k=24, resident=True), Device(GIVEN[0], top_k=24), tokens(204, 1)
     for start, stop in ((0, 130), (130, 201), (201, 202), (202, 203), (203, 204)):

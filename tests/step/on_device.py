@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvrecall.attend.reference import attend_rows
+from kvrecall.core.structs import AttentionParams, Rows
 from kvrecall.step.device import Chunk, DeviceLayer, Pass, Window
 from kvrecall.step.plan import PassPlan
-from kvrecall.step.settings import Settings
+from kvrecall.step.settings import Settings, whole_below
 from kvrecall.step.stream import DeviceBlocks, HostBlocks
 from kvrecall.step.summaries import width_of
 from tests.step import test_paged as paged
@@ -21,22 +23,39 @@ from tests.step.test_paged import BLOCKS, DIM, HEADS, PADDING, PARAMS, SHAPE, SI
 PAGE, LONGEST, MOST = 8, 1024, 4
 
 
+def attend_pages(
+    begins: list[int], lengths: list[int], pages: Tensor, rows: Tensor, queries: Tensor, params: AttentionParams, out: Tensor
+) -> None:  # fmt: skip
+    """In place of FlashAttention: each token attends to all rows of its sequence up to itself."""
+    for row, (start, stop) in enumerate(pairwise(begins)):
+        held = rows[pages[row].long()].transpose(0, 1).flatten(1, 2).unflatten(-1, (2, -1))  # [H_kv, n, K|V, D]
+        for at in range(start, stop):
+            count = lengths[row] - (stop - at - 1)
+            counts = torch.full((1, HEADS), count, dtype=torch.int32, device=rows.device)
+            given = Rows(held[:, :count].unsqueeze(0), counts)
+            out[at] = attend_rows(queries[at : at + 1].unsqueeze(2), given, params.scaling, params.softcap).out[0, :, 0]
+
+
 @dataclass
 class Device:
-    """A layer, and the scheduler's part of the work. Rows of a pass are in the order that is given."""
+    """A layer, and the scheduler's part of the work. Rows of a pass are in the order that is given. library: a pass without
+    searches has the attention of a library. whole_passes: how many had."""
 
     given: dict
     top_k: int
     resident: bool = False
     on: torch.device = field(default_factory=lambda: torch.device("cpu"))
     drafts: int = 0
+    library: bool = False
     _recorded: Any = None
     tables: dict[int, list[int]] = field(default_factory=dict)
     recent: dict[int, list[int]] = field(default_factory=dict)
     lengths: dict[int, int] = field(default_factory=dict)
+    whole_passes: int = 0
 
     def __post_init__(self) -> None:
         method = method_of(self.given, top_k=self.top_k)
+        self._below = whole_below(method)
         index = Settings(method).index
         shape = replace(SHAPE, device=self.on, statistics=paged.statistics() if index.needs_statistics else None)
         self.layer = DeviceLayer(3, shape, method, index, PARAMS, MOST, LONGEST, keeps=not self.resident, drafts=self.drafts)
@@ -92,10 +111,14 @@ class Device:
             for i in range(3)
         )
         out, window = torch.full_like(q, float("nan")), Window(self.pages, recent, torch.tensor(near, device=self.on))
+        if self.library and not chunks and max(lengths) < self._below:
+            self.whole_passes += 1
+            window = replace(window, attend=partial(attend_pages, begins, lengths, recent))
         if recorded:
             out = self._replay(q, k, v, asked, window)
         else:
             self.layer.forward(q, k, v, asked, window, out)
+            self.layer.aside.join()
         return {name: out[begins[i] : begins[i + 1]].cpu() for i, name in enumerate(new)}
 
     def _replay(self, q: Tensor, k: Tensor, v: Tensor, asked: Pass, window: Window) -> Tensor:

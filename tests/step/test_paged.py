@@ -40,7 +40,7 @@ PAGES = [
     {"method": "arkvale", "gqa": "max", "page_tokens": 16},
     {"method": "quest", "dense_layers": [], "gqa": "per_head", "page_tokens": 1},
 ]
-SMALL = {"sink_tokens": 5, "local_tokens": 33}
+SMALL = {"sink_tokens": 5, "local_tokens": 33, "full_attention_threshold": 0}
 
 
 def method_of(given: dict, **more: object) -> Method:

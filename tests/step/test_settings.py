@@ -97,7 +97,6 @@ def test_other_methods_are_refused_with_the_served_ones(name: str) -> None:
         ({"local_tokens": 0}, "local_tokens"),
         ({"update_interval": 16}, "update_interval=16.*no buffer"),
         ({"dense_layers": [0]}, "dense_layers.*one kind of page"),
-        ({"full_attention_threshold": 2048}, "full_attention_threshold.*local_tokens"),
         ({"trigger": "stride:8"}, "trigger.*every step searches"),
         ({"attend": "host"}, "attend=.*not served yet"),
         ({"residency": "gpu"}, "residency: expected 'host' or 'device', got 'gpu'"),

@@ -21,7 +21,7 @@ from kvrecall.index.statistics import KeyStatistics, LayerStatistics, NoRotary
 from kvrecall.step.device import DeviceLayer, Scratch
 from kvrecall.step.memory import HostPlan
 from kvrecall.step.plan import PassPlan
-from kvrecall.step.settings import BLOCK_TOKENS, Settings, check_block_size, least_block
+from kvrecall.step.settings import BLOCK_TOKENS, Settings, check_block_size, least_block, whole_below
 from kvrecall.step.summaries import width_of
 
 
@@ -39,11 +39,15 @@ def ahead_of(drafts: int) -> int:
     return 2 * drafts
 
 
-def window_blocks(local_tokens: int, page_tokens: int, longest: int, passes: int = 0, ahead: int = 0) -> int:
+def window_blocks(
+    local_tokens: int, whole: int, page_tokens: int, longest: int, passes: int = 0, ahead: int = 0
+) -> int:  # fmt: skip
     """Most blocks of one sequence's window: its own, and those that each of `passes` passes in flight will free. ahead: tokens
-    of a pass that may be rejected. longest: tokens of a sequence."""
+    of a pass that may be rejected. longest: tokens of a sequence. whole, local_tokens: as for `plan.window_start`; without
+    passes in flight, a sequence that is longer than whole holds its recent tokens only."""
     own = cdiv(local_tokens + ahead, page_tokens) + 1
-    return min((1 + passes) * own, cdiv(longest, page_tokens) + 1)
+    before = cdiv(min(whole, longest) + ahead, page_tokens) if passes or longest < whole else 0
+    return min(max(own, before) + passes * own, cdiv(longest, page_tokens) + 1)
 
 
 def needed_blocks(specs: Iterable[Any], config: Any, tokens: int | None = None) -> int:
@@ -80,13 +84,13 @@ class Capacity:
         """For layers of these shapes, with pages of equal size. longest: tokens of a sequence. passes: most passes in flight.
         layers: number in vLLM's largest cache group; by default all. ranks, launch: as for `HostPlan.of`."""
         check_block_size(block_size, least_block(settings.method))
-        shape, local = shapes[0], settings.method.local_tokens
+        shape, local, whole = shapes[0], settings.method.local_tokens, whole_below(settings.method)
         width = width_of(settings.index, settings.method.estimate_config(), shape)
         page = window_page_tokens(shape, width, block_size)
         return Capacity(
             block_size, page, block_size * shape.kv_heads * width * (layers or len(shapes)),
             HostPlan.of(list(shapes), block_size, settings.host_memory, ranks, launch), cdiv(longest, block_size),
-            window_blocks(local, page, longest, passes, ahead), window_blocks(local, page, longest),
+            window_blocks(local, whole, page, longest, passes, ahead), window_blocks(local, whole, page, longest),
         )  # fmt: skip
 
     @property

@@ -9,6 +9,7 @@ tables from device memory (`plan.py`). The search is the sphere index's, over th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -23,10 +24,11 @@ from kvrecall.index.base import SEARCH_FIELDS, IndexConfig, LayerShape, PagedKer
 from kvrecall.merge import merge_in_turn
 from kvrecall.merge.cuda import merge_step
 from kvrecall.methods.base import Method
+from kvrecall.step.aside import Aside
 from kvrecall.step.means import means_in
 from kvrecall.step.paged import Refill
 from kvrecall.step.plan import ROW, PassPlan, kept_sequences
-from kvrecall.step.settings import DENSE_ROWS, MOST_PARTS, Parts
+from kvrecall.step.settings import DENSE_ROWS, MOST_PARTS, Parts, whole_below
 from kvrecall.step.stream import HostBlocks, Stream
 
 _STORED = 16
@@ -38,8 +40,9 @@ _MEAN_TILES, _MOST_MEAN_PARTS = 2, 32
 """Blocks of `DENSE_ROWS` page means per program, and most programs for them per KV head."""
 _MANY, _MANY_MEAN_PARTS = 16, 4
 """From this many tokens that are searched together on, few programs per KV head fill a GPU; most for its page means."""
-_WINDOW_SHARES, _WINDOW_ROWS, _WINDOW_STAGES = 2, 32, 5
-"""Then for its window; rows that each attends to at a time, and stages of its loop, which reads ahead."""
+_WINDOW_SHARES, _SHARE_ROWS, _WINDOW_ROWS, _WINDOW_STAGES = 2, 2048, 32, 5
+"""Then at least for its window; rows of each in the longest one, up to four times as many programs; rows that each attends to
+at a time, and stages of its loop, which reads ahead."""
 _RUN = 64
 """Most tokens whose rows go to the host at a time."""
 _SPREAD = 27
@@ -49,11 +52,13 @@ _SPREAD = 27
 @dataclass(frozen=True)
 class Window:
     """The recent tokens of the sequences of a pass. rows: `[blocks, H_kv, page_tokens, 2 D]`, contiguous in the last dimension.
-    blocks: int32 `[b, W]`, block tables. slots: int64 `[T]`, slots of the pass's tokens, < 0 for none."""
+    blocks: int32 `[b, W]`, block tables. slots: int64 `[T]`, slots of the pass's tokens, < 0 for none. attend: the library's
+    attention of a pass without searches, queries `[T, H_q, D]` to these rows; the last argument is the output."""
 
     rows: Tensor
     blocks: Tensor
     slots: Tensor
+    attend: Callable[[Tensor, Tensor, AttentionParams, Tensor], None] | None = None
 
     @property
     def places(self) -> tuple[int, int, int, int]:
@@ -131,6 +136,7 @@ class Scratch:
         if self.means is not None:
             wanted = cdiv(longest // self.mean_tokens, DENSE_ROWS * _MEAN_TILES)
             self.mean_parts = max(1, min(_MOST_MEAN_PARTS, MOST_PARTS - own.total, wanted))
+        self._shares = min(4 * _WINDOW_SHARES, max(_WINDOW_SHARES, whole_below(method) // _SHARE_ROWS))
         self._query_heads = shape.query_heads
         numbers = max(n * shape.query_heads * sum(self.shares(n)) for n in range(1, self.together + 1))
         with lasting_tensors():
@@ -141,7 +147,7 @@ class Scratch:
     def shares(self, tokens: int) -> tuple[int, int, int]:
         """Parts of the merge for so many tokens at a time: of selected rows and sinks, of the window, and of page means."""
         own, many = self.parts, tokens >= _MANY
-        window, means = (_WINDOW_SHARES, min(self.mean_parts, _MANY_MEAN_PARTS)) if many else (own.window, self.mean_parts)
+        window, means = (self._shares, min(self.mean_parts, _MANY_MEAN_PARTS)) if many else (own.window, self.mean_parts)
         return own.chosen + own.sinks, window, means
 
     def merged(self, tokens: int) -> tuple[Tensor, Tensor]:
@@ -157,12 +163,15 @@ class DeviceLayer:
     def __init__(
         self, number: int, shape: LayerShape, method: Method, index: IndexConfig, params: AttentionParams, most: int,
         longest: int, scratch: Scratch | None = None, keeps: bool = True, drafts: int = 0,
+        aside: Aside | None = None,
     ) -> None:  # fmt: skip
         """number: of the layer. most: rows of a batch. longest: tokens of a sequence. scratch: of another layer of this shape.
         keeps: whether sinks and selected rows stay on the device between steps; not needed if all rows lie there. drafts:
-        tokens that a row may decode besides its first. Allocates everything besides pages and rows."""
+        tokens that a row may decode besides its first. aside: that of the other layers, joined by who calls them. Allocates
+        everything besides pages and rows."""
         assert method.top_k is not None
         self.number, self.shape, self._params, self._config = number, shape, params, index
+        self.aside = aside or Aside(shape.device)
         self._tokens, tokens = 1 + drafts, most * (1 + drafts)
         together = searched_together(tokens, longest)
         sizes = PagedSizes(together, longest, method.top_k, method.sink_tokens, ROW)
@@ -203,6 +212,9 @@ class DeviceLayer:
     def decode(self, queries: Tensor, keys: Tensor, values: Tensor, batch: Pass, window: Window, out: Tensor) -> None:
         """The first tokens of a pass: stores, searches and attends. queries, out `[T, H_q, D]`, keys, values `[T, H_kv, D]`: of
         all its tokens."""
+        if window.attend is not None:
+            self._keep(keys, values, batch, window)
+            return window.attend(window.rows, queries[: batch.decodes], self._params, out[: batch.decodes])
         together, plan = self.scratch.together, batch.plan
         for first in range(0, batch.decodes, together):
             own = slice(first, min(first + together, batch.decodes))
@@ -247,13 +259,34 @@ class DeviceLayer:
             q, Fresh(k, v, k.stride(0), v.stride(0)), kernels.Plan(plan.rows[own], plan.fire[own], self.bad[own]), index.ids,
             *self._places(batch, window), kernels.Kept(self._sinks, self._kept_ids, self._kept, self.read[own]),
             kernels.Parts(parts, lse, parts.shape[2]), summary, self._page_means(), params.scaling,
-            params.softcap, q.stride(0), programs, scratch.top_k, scratch.sinks, scratch.local, self._every, self._phase,
+            params.softcap, q.stride(0), programs, scratch.top_k, scratch.sinks, self._every, self._phase,
             BLOCK=self._host.block_size, D=dim, BD=next_power_of_2(dim), G=shape.query_heads // shape.kv_heads,
             R=scratch.parts.rows, W=DENSE_ROWS, BK=next_power_of_2(scratch.top_k), CHOSEN=scratch.parts.chosen, PIECES=pieces,
             SINK_PARTS=scratch.parts.sinks, MEANED=meaned, SEARCH=SEARCH_FIELDS, STRIDE=ROW, CAP=params.softcap != 0,
             REUSE=own.start < self._kept_tokens, TOKENS=self._tokens, SUMMARISE=summarise, num_warps=4,
             **overlapping(shape.device),
         )  # fmt: skip
+
+    def _keep(self, keys: Tensor, values: Tensor, batch: Pass, window: Window) -> None:
+        """The first tokens of a pass, of which none searches: stores them in the window, and summarises them aside."""
+        from kvrecall.cache.paged_rows import Fresh
+        from kvrecall.step import kernels
+
+        k, v, plan = keys[: batch.decodes], values[: batch.decodes], batch.plan
+        dim, heads, meaned = keys.shape[2], self.shape.kv_heads, self._means is not None
+        own, (held, recent) = kernels.Plan(plan.rows, plan.fire, self.bad), self._places(batch, window)
+        sizes: dict[str, Any] = {"D": dim, "BD": next_power_of_2(dim), "SEARCH": SEARCH_FIELDS, "STRIDE": ROW}
+        self.index.store_decoded(k, batch.slots[: batch.decodes])
+        kernels.recent_kernel[(len(k) * heads,)](
+            Fresh(k, v, k.stride(0), v.stride(0)), own, recent, heads, **sizes, num_warps=1, **overlapping(self.shape.device)
+        )
+        (summarise, summary), pieces = self.index.summary(), self.index.programs + meaned + 1
+        with self.aside.launched():
+            kernels.keep_kernel[(len(k) * heads * pieces,)](
+                own, held, recent, summary, self._page_means(), self.scratch.sinks, self._every, self._phase,
+                BLOCK=self._host.block_size, W=self.scratch.parts.rows, PIECES=pieces, MEANED=meaned, SUMMARISE=summarise,
+                **sizes, num_warps=4,
+            )  # fmt: skip
 
     def _attend_window(
         self, q: Tensor, k: Tensor, v: Tensor, batch: Pass, own: slice, window: Window, parts: Tensor, lse: Tensor
@@ -267,7 +300,7 @@ class DeviceLayer:
         kernels.window_kernel[(len(q) * shape.kv_heads * shares,)](
             q, Fresh(k, v, k.stride(0), v.stride(0)), kernels.Plan(plan.rows[own], plan.fire[own], self.bad[own]),
             self._places(batch, window)[1], kernels.Parts(parts, lse, parts.shape[2]), params.scaling, params.softcap,
-            q.stride(0), shape.kv_heads, scratch.local, shares, others, D=shape.head_dim, BD=next_power_of_2(shape.head_dim),
+            q.stride(0), shape.kv_heads, shares, others, D=shape.head_dim, BD=next_power_of_2(shape.head_dim),
             G=shape.query_heads // shape.kv_heads, W=_WINDOW_ROWS, SEARCH=SEARCH_FIELDS, STRIDE=ROW, CAP=params.softcap != 0,
             STAGES=_WINDOW_STAGES, num_warps=4, **overlapping(shape.device),
         )  # fmt: skip

@@ -25,10 +25,16 @@ from kvrecall.cache.paged_rows import Fresh, head_rows, load_part, run_start, st
 from kvrecall.core.triton import begin, capped, end, row_offset
 
 
+@triton.jit
+def window_start(length, LOCAL, WHOLE):
+    """As `plan.window_start`."""
+    return tl.where(length < WHOLE, 0, tl.maximum(length - LOCAL, 0))
+
+
 @triton.jit(do_not_specialize=["DECODES", "TABLE"])
 def plan_kernel(
     p_begins, p_lengths, p_table, p_candidates, p_tags, p_generations, p_plan, p_fire, p_pages, p_counts, p_decoded, DECODES,
-    TABLE, DECODED, LOCAL, SINKS, K, MEAN_TOKENS, GENERATIONS, KEPT,
+    TABLE, DECODED, LOCAL, WHOLE, SINKS, K, MEAN_TOKENS, GENERATIONS, KEPT,
     BLOCK: tl.constexpr, SEARCH: tl.constexpr, STRIDE: tl.constexpr, TOKENS: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Program (row of the batch): writes a plan row for each token that the row decodes, and whether it searches.
@@ -74,11 +80,11 @@ def plan_kernel(
 
     keeps = (i_b + 1) * TOKENS <= KEPT
     then = tl.where(same & keeps, (1 - now) * KEPT + i_b * TOKENS + accepted - 1, 2 * KEPT)
-    sinks = tl.where(same & keeps, tl.minimum(tl.maximum(tagged + 1 - LOCAL, 0), SINKS), 0)
+    sinks = tl.where(same & keeps, tl.minimum(window_start(tagged + 1, LOCAL, WHOLE), SINKS), 0)
     searches_all, among_all, found_all = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
     for i_t in range(tl.where(decodes, count, 0)):
         i_row, own = begin + i_t, past + i_t + 1
-        p_row, tokens = p_plan + i_row * STRIDE, tl.maximum(past + i_t + 1 - LOCAL, 0)
+        p_row, tokens = p_plan + i_row * STRIDE, window_start(own, LOCAL, WHOLE)
         searches = tokens > SINKS
         tl.store(p_row, tl.where(searches, tokens, 0))
         tl.store(p_row + 1, tl.where(searches, tl.minimum(tl.load(p_candidates + tokens), tokens - SINKS), 0))
@@ -88,6 +94,7 @@ def plan_kernel(
         tl.store(p_row + SEARCH + 3, tl.where(keeps, now * KEPT + i_b * TOKENS + i_t, -1))
         tl.store(p_row + SEARCH + 4, then)
         tl.store(p_row + SEARCH + 5, sinks)
+        tl.store(p_row + SEARCH + 6, tokens)
         tl.store(p_fire + i_row, searches.to(tl.int32))
         tl.store(p_pages + i_row, tl.where(searches, tokens // MEAN_TOKENS, 0))
         among = tl.where(searches, tokens - SINKS, 0).to(tl.int64)
@@ -109,6 +116,7 @@ def plan_kernel(
         tl.store(p_row + SEARCH + 3, -1)
         tl.store(p_row + SEARCH + 4, 2 * KEPT)
         tl.store(p_row + SEARCH + 5, 0)
+        tl.store(p_row + SEARCH + 6, 0)
         tl.store(p_fire + i_row, 0)
         tl.store(p_pages + i_row, 0)
     tl.atomic_add(p_counts, searches_all, mask=searches_all > 0, sem="relaxed")
@@ -180,9 +188,60 @@ class PageMeans(NamedTuple):
     TOKENS: Any
 
 
+@triton.jit
+def share_of(start, stop, i_share, SHARES, W: tl.constexpr):
+    """The first position of a share of positions start .. stop - 1, in whole tiles of W, and the one behind its last."""
+    each = tl.cdiv(tl.cdiv(stop - start, W), SHARES) * W
+    first = start + i_share * each
+    return first, tl.minimum(first + each, stop)
+
+
+@triton.jit
+def attend_recent(
+    p_query, fresh, i_b, i_kv, window, p_pages, p_bad, parts, o_part, i_part, first, stop, length, before, scaling, softcap,
+    D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, W: tl.constexpr, CAP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """G queries attend to positions first .. stop - 1 of the window, W at a time, as part i_part of the merge.
+
+    i_b: the token in the launch, whose sequence has `length` tokens with it, and `before` others before it in the pass. Tokens
+    of the pass are read from where the model put them. The share that ends with the new token stores it in the window.
+    """
+    BG: tl.constexpr = max(16, triton.next_power_of_2(G))
+    o_g, o_d = tl.arange(0, BG), tl.arange(0, BD)
+    m_d = (o_d < D)[None, :]
+    m_q = (o_g < G)[:, None] & m_d
+    b_q = tl.load(p_query + o_g[:, None] * D + o_d[None, :], mask=m_q, other=0.0).to(window.rows.dtype.element_ty)
+    newest, new = length - 1, length - 1 - before
+    p_key = fresh.k + i_b.to(tl.int64) * fresh.K_TOKEN + i_kv * D
+    p_value = fresh.v + i_b.to(tl.int64) * fresh.V_TOKEN + i_kv * D
+    b_peak = tl.full([BG], float("-inf"), tl.float32)
+    b_total, b_sum = tl.zeros([BG], tl.float32), tl.zeros([BG, BD], tl.float32)
+    begins = first + tl.maximum(tl.minimum(stop, new) - first, 0) // W * W  # of the tiles with tokens of this pass
+    for i in tl.range(first, begins, W, num_stages=STAGES):
+        o_r = i + tl.arange(0, W)
+        m_r = o_r < begins
+        p_row = window.rows + window_place(window, p_pages, o_r, i_kv, m_r)[:, None] + o_d[None, :]
+        b_k = tl.load(p_row, mask=m_r[:, None] & m_d, other=0.0)
+        b_v = tl.load(p_row + D, mask=m_r[:, None] & m_d, other=0.0)
+        b_peak, b_total, b_sum = attend_more(b_q, b_k, b_v, m_r, b_peak, b_total, b_sum, scaling, softcap, CAP)
+    for i in tl.range(begins, stop, W, num_stages=1):
+        o_r = i + tl.arange(0, W)
+        m_r, m_old, m_new = o_r < stop, o_r < tl.minimum(stop, new), (o_r < stop) & (o_r >= new)
+        p_row = window.rows + window_place(window, p_pages, o_r, i_kv, m_old)[:, None] + o_d[None, :]
+        o_new = tl.where(m_new, o_r - newest, 0).to(tl.int64)[:, None]
+        m_old, m_now = m_old[:, None] & m_d, m_new[:, None] & m_d
+        b_k, b_v = tl.load(p_row, mask=m_old, other=0.0), tl.load(p_row + D, mask=m_old, other=0.0)
+        b_k = tl.where(m_now, tl.load(p_key + o_new * fresh.K_TOKEN + o_d[None, :], mask=m_now, other=0.0), b_k)
+        b_v = tl.where(m_now, tl.load(p_value + o_new * fresh.V_TOKEN + o_d[None, :], mask=m_now, other=0.0), b_v)
+        b_peak, b_total, b_sum = attend_more(b_q, b_k, b_v, m_r, b_peak, b_total, b_sum, scaling, softcap, CAP)
+    store_part(parts.out + o_part * D, parts.lse + o_part, i_part, b_peak, b_total, b_sum, D, BD, G, parts.COUNT)
+    if stop == length:
+        store_new(p_key, p_value, window.rows + window_place(window, p_pages, newest, i_kv, length > 0), p_bad, D, BD)
+
+
 @triton.jit(do_not_specialize=["SHARES", "FIRST"])
 def window_kernel(
-    p_queries, fresh, plan, window, parts, scaling, softcap, Q_TOKEN, HEADS, LOCAL, SHARES, FIRST,
+    p_queries, fresh, plan, window, parts, scaling, softcap, Q_TOKEN, HEADS, SHARES, FIRST,
     D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, W: tl.constexpr, SEARCH: tl.constexpr, STRIDE: tl.constexpr,
     CAP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -196,52 +255,78 @@ def window_kernel(
     i_b, i_kv = i_pair // HEADS, i_pair % HEADS
     p_own, length = plan.rows + i_b * STRIDE + SEARCH, tl.load(plan.rows + i_b * STRIDE + SEARCH)
     p_pages = window.table + tl.load(p_own + 1).to(tl.int64) * window.TABLE
-    new, newest, ends = length - 1 - tl.load(p_own + 2), length - 1, tl.maximum(length - LOCAL, 0)
-    each = tl.cdiv(tl.cdiv(length - ends, W), SHARES) * W
-    first = ends + i_share * each
-    stop = tl.minimum(first + each, length)
+    first, stop = share_of(tl.load(p_own + 6), length, i_share, SHARES, W)
     o_part = i_pair.to(tl.int64) * G * parts.COUNT
     if first < stop:
-        BG: tl.constexpr = max(16, triton.next_power_of_2(G))
-        o_g, o_d = tl.arange(0, BG), tl.arange(0, BD)
-        m_d = (o_d < D)[None, :]
-        m_q = (o_g < G)[:, None] & m_d
-        p_query = p_queries + i_b.to(tl.int64) * Q_TOKEN + i_kv * G * D
-        b_q = tl.load(p_query + o_g[:, None] * D + o_d[None, :], mask=m_q, other=0.0).to(window.rows.dtype.element_ty)
-        b_peak = tl.full([BG], float("-inf"), tl.float32)
-        b_total, b_sum = tl.zeros([BG], tl.float32), tl.zeros([BG, BD], tl.float32)
-        begins = first + tl.maximum(tl.minimum(stop, new) - first, 0) // W * W  # of the tiles with tokens of this pass
-        for i in tl.range(first, begins, W, num_stages=STAGES):
-            o_r = i + tl.arange(0, W)
-            m_r = o_r < begins
-            p_row = window.rows + window_place(window, p_pages, o_r, i_kv, m_r)[:, None] + o_d[None, :]
-            b_k = tl.load(p_row, mask=m_r[:, None] & m_d, other=0.0)
-            b_v = tl.load(p_row + D, mask=m_r[:, None] & m_d, other=0.0)
-            b_peak, b_total, b_sum = attend_more(b_q, b_k, b_v, m_r, b_peak, b_total, b_sum, scaling, softcap, CAP)
-        for i in tl.range(begins, stop, W, num_stages=1):
-            o_r = i + tl.arange(0, W)
-            m_r, m_old, m_new = o_r < stop, o_r < tl.minimum(stop, new), (o_r < stop) & (o_r >= new)
-            p_row = window.rows + window_place(window, p_pages, o_r, i_kv, m_old)[:, None] + o_d[None, :]
-            o_new, o_own = tl.where(m_new, o_r - newest + i_b, 0).to(tl.int64)[:, None], i_kv * D + o_d[None, :]
-            m_old, m_now = m_old[:, None] & m_d, m_new[:, None] & m_d
-            b_k, b_v = tl.load(p_row, mask=m_old, other=0.0), tl.load(p_row + D, mask=m_old, other=0.0)
-            b_k = tl.where(m_now, tl.load(fresh.k + o_new * fresh.K_TOKEN + o_own, mask=m_now, other=0.0), b_k)
-            b_v = tl.where(m_now, tl.load(fresh.v + o_new * fresh.V_TOKEN + o_own, mask=m_now, other=0.0), b_v)
-            b_peak, b_total, b_sum = attend_more(b_q, b_k, b_v, m_r, b_peak, b_total, b_sum, scaling, softcap, CAP)
-        store_part(parts.out + o_part * D, parts.lse + o_part, FIRST + i_share, b_peak, b_total, b_sum, D, BD, G, parts.COUNT)
-        if stop == length:
-            p_here = window.rows + window_place(window, p_pages, newest, i_kv, length > 0)
-            p_key, p_value = fresh.k + i_b.to(tl.int64) * fresh.K_TOKEN, fresh.v + i_b.to(tl.int64) * fresh.V_TOKEN
-            store_new(p_key + i_kv * D, p_value + i_kv * D, p_here, plan.bad + i_b, D, BD)
+        attend_recent(
+            p_queries + i_b.to(tl.int64) * Q_TOKEN + i_kv * G * D, fresh, i_b, i_kv, window, p_pages, plan.bad + i_b, parts,
+            o_part, FIRST + i_share, first, stop, length, tl.load(p_own + 2), scaling, softcap, D, BD, G, W, CAP, STAGES,
+        )  # fmt: skip
     else:
         empty_part(parts.lse + o_part, FIRST + i_share, G, parts.COUNT)
     end(PDL)
 
 
+@triton.jit
+def keep_piece(
+    rows, i_piece, newest, summary, means, SINKS, EVERY, PHASE, BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    W: tl.constexpr, PIECES: tl.constexpr, MEANED: tl.constexpr, SUMMARISE: tl.constexpr,
+):  # fmt: skip
+    """One of PIECES of the work that keeps the new token, at position `newest`; arguments as in `paged_step_kernel`."""
+    length = newest + 1
+    if i_piece < PIECES - MEANED - 1:
+        SUMMARISE(summary, i_piece, newest, rows, BLOCK, D, BD)
+    elif i_piece < PIECES - 1:
+        if MEANED:  # noqa: SIM102 - one is the compiler's
+            if length % means.TOKENS == 0:
+                p_mean = mean_place(means, rows.blocks, length - means.TOKENS, rows.i_kv, BLOCK, D)
+                take_mean(rows, p_mean, length - means.TOKENS, means.TOKENS, SINKS, BLOCK, D, BD, W)
+    elif run_start(length, PHASE, EVERY, BLOCK) == length:
+        store_run(rows, run_start(newest, PHASE, EVERY, BLOCK), length, BLOCK, D, BD, W)
+
+
+@triton.jit
+def recent_kernel(
+    fresh, plan, window, HEADS, D: tl.constexpr, BD: tl.constexpr, SEARCH: tl.constexpr, STRIDE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (token and KV head): stores a decoded token in the window's pages; arguments as in `paged_step_kernel`."""
+    begin(PDL)
+    i_b, i_kv = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+    p_own, length = plan.rows + i_b * STRIDE + SEARCH, tl.load(plan.rows + i_b * STRIDE + SEARCH)
+    if length > 0:
+        p_pages = window.table + tl.load(p_own + 1).to(tl.int64) * window.TABLE
+        p_here = window.rows + window_place(window, p_pages, length - 1, i_kv, length > 0)
+        p_key, p_value = fresh.k + i_b.to(tl.int64) * fresh.K_TOKEN, fresh.v + i_b.to(tl.int64) * fresh.V_TOKEN
+        store_new(p_key + i_kv * D, p_value + i_kv * D, p_here, plan.bad + i_b, D, BD)
+    end(PDL)
+
+
+@triton.jit(do_not_specialize=["PHASE"])
+def keep_kernel(
+    plan, held, window, summary, means, SINKS, EVERY, PHASE,
+    BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, W: tl.constexpr, PIECES: tl.constexpr, MEANED: tl.constexpr,
+    SEARCH: tl.constexpr, STRIDE: tl.constexpr, SUMMARISE: tl.constexpr,
+):  # fmt: skip
+    """Program (token and KV head, piece): what `paged_step_kernel` keeps of a new token besides its place in the window, where
+    `recent_kernel` has stored it. Reads nothing that belongs to the model, so later layers may run at the same time."""
+    i_pair, i_piece = tl.program_id(0) // PIECES, tl.program_id(0) % PIECES
+    i_b, i_kv = i_pair // held.HEADS, i_pair % held.HEADS
+    p_own, length = plan.rows + i_b * STRIDE + SEARCH, tl.load(plan.rows + i_b * STRIDE + SEARCH)
+    i_row = tl.load(p_own + 1).to(tl.int64)
+    if length > 0:
+        p_here = (
+            window.rows + window_place(window, window.table + i_row * window.TABLE, length - 1, i_kv, length > 0) - i_kv * D
+        )
+        rows = head_rows(Fresh(p_here, p_here + D, 0, 0), window, held, 0, 0, length - 1, tl.load(p_own + 6), i_row, i_kv, D)
+        keep_piece(rows, i_piece, length - 1, summary, means, SINKS, EVERY, PHASE, BLOCK, D, BD, W, PIECES, MEANED,
+                   SUMMARISE)  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["PROGRAMS", "PHASE"])
 def paged_step_kernel(
     p_queries, fresh, plan, p_ids, held, window, kept, parts, summary, means, scaling, softcap, Q_TOKEN, PROGRAMS, K, SINKS,
-    LOCAL, EVERY, PHASE,
+    EVERY, PHASE,
     BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
     BK: tl.constexpr, CHOSEN: tl.constexpr, PIECES: tl.constexpr, SINK_PARTS: tl.constexpr, MEANED: tl.constexpr,
     SEARCH: tl.constexpr, STRIDE: tl.constexpr, CAP: tl.constexpr, REUSE: tl.constexpr, TOKENS: tl.constexpr,
@@ -268,7 +353,7 @@ def paged_step_kernel(
     i_row = tl.load(p_own + 1).to(tl.int64)
     p_blocks, p_pages = held.table + i_row * held.TABLE, window.table + i_row * window.TABLE
     o_d = tl.arange(0, BD)
-    newest, ends = length - 1, tl.maximum(length - LOCAL, 0)
+    newest, ends = length - 1, tl.load(p_own + 6)
     o_part = i_pair.to(tl.int64) * G * parts.COUNT
     p_part, p_part_lse = parts.out + o_part * D, parts.lse + o_part
     p_query = p_queries + i_b.to(tl.int64) * Q_TOKEN + i_kv * G * D
@@ -292,59 +377,41 @@ def paged_step_kernel(
     elif i_p < CHOSEN + PIECES:
         if length > 0:
             rows = head_rows(fresh, window, held, i_b.to(tl.int64), tl.load(p_own + 2), newest, ends, i_row, i_kv, D)
-            if i_p < CHOSEN + PIECES - MEANED - 1:
-                SUMMARISE(summary, i_p - CHOSEN, newest, rows, BLOCK, D, BD)
-            elif i_p < CHOSEN + PIECES - 1:
-                if MEANED:  # noqa: SIM102 - one is the compiler's
-                    if length % means.TOKENS == 0:
-                        p_mean = mean_place(means, p_blocks, length - means.TOKENS, i_kv, BLOCK, D)
-                        take_mean(rows, p_mean, length - means.TOKENS, means.TOKENS, SINKS, BLOCK, D, BD, R)
-            elif run_start(length, PHASE, EVERY, BLOCK) == length:
-                store_run(rows, run_start(newest, PHASE, EVERY, BLOCK), length, BLOCK, D, BD, R)
-    else:
+            keep_piece(rows, i_p - CHOSEN, newest, summary, means, SINKS, EVERY, PHASE, BLOCK, D, BD, R, PIECES, MEANED,
+                       SUMMARISE)  # fmt: skip
+    elif i_p < CHOSEN + PIECES + SINK_PARTS:
         i_part = i_p - PIECES
-        of_sinks, i_tile = i_part < CHOSEN + SINK_PARTS, i_part - CHOSEN
-        first = tl.where(of_sinks, i_tile * W, ends + (i_tile - SINK_PARTS) * W)  # position
-        stop = tl.where(of_sinks, tl.minimum(SINKS, ends), length)
-        if first < stop:
+        first, stop = (i_part - CHOSEN) * W, tl.minimum(SINKS, ends)
+        if first < stop:  # kept sinks of the step before, or sinks from the host
             o_r = first + tl.arange(0, W)
-            m_r = o_r < stop
-            if of_sinks:
-                # Kept sinks of the step before, or sinks from the host.
-                count = 0
-                if REUSE:
-                    count = tl.load(p_own + 5)
-                m_kept, m_host = o_r < count, m_r & (o_r >= count)
-                m_kept_row, m_host_row = m_kept[:, None] & (o_d < D)[None, :], m_host[:, None] & (o_d < D)[None, :]
-                p_row = held.pool + row_offset(p_blocks, o_r, m_host, i_kv, HEADS, BLOCK, D)[:, None] + o_d[None, :]
-                b_k, b_v = tl.load(p_row, mask=m_host_row, other=0.0), tl.load(p_row + D, mask=m_host_row, other=0.0)
-                if REUSE:
-                    p_kept_row = kept.sinks + ((i_row * HEADS + i_kv) * SINKS + o_r)[:, None] * (2 * D) + o_d[None, :]
-                    # Only a sequence's first token of the pass keeps sinks; all its tokens find them there in the next step.
-                    m_keep_row = m_host_row & (tl.load(p_own + 2) == 0) & (tl.load(p_own + 3) >= 0)
-                    tl.store(p_kept_row, b_k, mask=m_keep_row)
-                    tl.store(p_kept_row + D, b_v, mask=m_keep_row)
-                    b_k = tl.where(m_kept_row, tl.load(p_kept_row, mask=m_kept_row, other=0.0), b_k)
-                    b_v = tl.where(m_kept_row, tl.load(p_kept_row + D, mask=m_kept_row, other=0.0), b_v)
-            else:
-                p_row = window.rows + window_place(window, p_pages, o_r, i_kv, m_r)[:, None] + o_d[None, :]
-                m_row, m_new = m_r[:, None] & (o_d < D)[None, :], (o_r == newest)[:, None]
-                o_key, o_value = o_d[None, :], o_d[None, :]
-                if TOKENS > 1:  # the tokens of its sequence before it in the pass, too
-                    m_new = (o_r >= newest - tl.load(p_own + 2))[:, None]
-                    o_before = tl.where(m_new & m_row, (o_r - newest)[:, None], 0).to(tl.int64)
-                    o_key = o_before * fresh.K_TOKEN + o_d[None, :]
-                    o_value = o_before * fresh.V_TOKEN + o_d[None, :]
-                p_key = fresh.k + i_b.to(tl.int64) * fresh.K_TOKEN + i_kv * D
-                p_value = fresh.v + i_b.to(tl.int64) * fresh.V_TOKEN + i_kv * D
-                b_k = tl.load(tl.where(m_new, p_key + o_key, p_row), mask=m_row, other=0.0)
-                b_v = tl.load(tl.where(m_new, p_value + o_value, p_row + D), mask=m_row, other=0.0)
-                if newest < first + W:  # no other program reads or writes this row
-                    p_here = window.rows + window_place(window, p_pages, newest, i_kv, length > 0)
-                    store_new(p_key, p_value, p_here, plan.bad + i_b, D, BD)
+            m_r, count = o_r < stop, 0
+            if REUSE:
+                count = tl.load(p_own + 5)
+            m_kept, m_host = o_r < count, m_r & (o_r >= count)
+            m_kept_row, m_host_row = m_kept[:, None] & (o_d < D)[None, :], m_host[:, None] & (o_d < D)[None, :]
+            p_row = held.pool + row_offset(p_blocks, o_r, m_host, i_kv, HEADS, BLOCK, D)[:, None] + o_d[None, :]
+            b_k, b_v = tl.load(p_row, mask=m_host_row, other=0.0), tl.load(p_row + D, mask=m_host_row, other=0.0)
+            if REUSE:
+                p_kept_row = kept.sinks + ((i_row * HEADS + i_kv) * SINKS + o_r)[:, None] * (2 * D) + o_d[None, :]
+                # Only a sequence's first token of the pass keeps sinks; all its tokens find them there in the next step.
+                m_keep_row = m_host_row & (tl.load(p_own + 2) == 0) & (tl.load(p_own + 3) >= 0)
+                tl.store(p_kept_row, b_k, mask=m_keep_row)
+                tl.store(p_kept_row + D, b_v, mask=m_keep_row)
+                b_k = tl.where(m_kept_row, tl.load(p_kept_row, mask=m_kept_row, other=0.0), b_k)
+                b_v = tl.where(m_kept_row, tl.load(p_kept_row + D, mask=m_kept_row, other=0.0), b_v)
             attend_block(p_query, p_part, p_part_lse, i_part, b_k, b_v, m_r, scaling, softcap, D, BD, G, parts.COUNT, CAP)
         else:
             empty_part(p_part_lse, i_part, G, parts.COUNT)
+    else:
+        i_share, shares = i_p - CHOSEN - PIECES - SINK_PARTS, PROGRAMS - CHOSEN - PIECES - SINK_PARTS
+        first, stop = share_of(ends, length, i_share, shares, W)
+        if first < stop:
+            attend_recent(
+                p_query, fresh, i_b, i_kv, window, p_pages, plan.bad + i_b, parts, o_part, i_p - PIECES, first, stop, length,
+                tl.load(p_own + 2), scaling, softcap, D, BD, G, W, CAP, 1,
+            )  # fmt: skip
+        else:
+            empty_part(p_part_lse, i_p - PIECES, G, parts.COUNT)
     end(PDL)
 
 

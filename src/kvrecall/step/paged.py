@@ -20,6 +20,7 @@ from kvrecall.index.base import LayerShape, PagedIndex
 from kvrecall.merge import merge, merge_in_turn
 from kvrecall.methods.base import Method
 from kvrecall.step.means import PagedMeans, means_in
+from kvrecall.step.settings import whole_below
 from kvrecall.step.stream import HostBlocks
 
 
@@ -133,7 +134,7 @@ class PagedLayer:
         """Writes the attention of a pass to out, after `store`. queries, out: `[T, H_q, D]`; keys, values: `[T, H_kv, D]` of
         the same tokens."""
         method, searched = self._method, []
-        dense = method.sink_tokens + method.local_tokens
+        whole = whole_below(method)
         for row, tokens, first in batch:
             if batch.prompts[row]:
                 q, k, v = (x[tokens].transpose(0, 1) for x in (queries, keys, values))  # [H, T, D]
@@ -142,7 +143,7 @@ class PagedLayer:
                 continue
             for at in range(tokens.start, tokens.stop):
                 length = first + at - tokens.start + 1
-                if length > dense:
+                if length >= whole:
                     searched.append((row, at, length))
                     continue
                 part = self._whole(queries[at].unsqueeze(1), batch.table(row, length), length)

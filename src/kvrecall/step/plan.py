@@ -11,11 +11,12 @@ from torch import Tensor
 from kvrecall.core.launch import cdiv
 from kvrecall.index.base import SEARCH_FIELDS, IndexConfig
 from kvrecall.methods.base import Method
+from kvrecall.step.settings import whole_below
 
-OWN_FIELDS = 6
+OWN_FIELDS = 7
 """int32 numbers of a row after those of the search: length of the sequence up to this token (0: no token) · its row of the
 batch · how many tokens of the pass come before this one in the sequence · which kept rows it fills, -1: none · which of the
-step before it reads, 2 * kept rows: none · sinks that are kept."""
+step before it reads, 2 * kept rows: none · sinks that are kept · the first position of its window (`window_start`)."""
 ROW = SEARCH_FIELDS + OWN_FIELDS
 """Numbers per row."""
 _GENERATIONS = 1 << 16
@@ -23,6 +24,12 @@ _GENERATIONS = 1 << 16
 again."""
 _KEPT_TOKENS = 64
 """Tokens of a pass that keep selected rows on the device between steps; the others read them again."""
+
+
+def window_start(length: int, local: int, whole: int) -> int:
+    """The first position of the window of a token, the last of `length` tokens of its sequence. local: tokens of the window.
+    whole: the window of shorter sequences is the whole sequence."""
+    return 0 if length < whole else max(0, length - local)
 
 
 def kept_sequences(most: int, drafts: int = 0) -> int:
@@ -47,7 +54,8 @@ class PassPlan:
         assert method.top_k is not None
         self._block_size, self._tokens, self._kept = block_size, 1 + drafts, kept_sequences(most, drafts) * (1 + drafts)
         tokens = most * self._tokens
-        self._local, self._sinks, self._top_k = method.local_tokens, method.sink_tokens, method.top_k
+        self._local, self._whole = method.local_tokens, whole_below(method)
+        self._sinks, self._top_k = method.sink_tokens, method.top_k
         means = method.estimate_config()
         self._mean_tokens = 1 if means is None else means.page_tokens
         self._candidates = index.paged_candidates(longest, method.top_k).to(device)
@@ -69,8 +77,8 @@ class PassPlan:
         if count:
             plan_kernel[(count,)](
                 begins, lengths, blocks, self._candidates, self._tags, self._generations, self.rows, self.fire, self.pages,
-                self.counts, self._decoded, decodes, blocks.stride(0), self._decoded.shape[1], self._local, self._sinks,
-                self._top_k, self._mean_tokens, _GENERATIONS, self._kept,
+                self.counts, self._decoded, decodes, blocks.stride(0), self._decoded.shape[1], self._local, self._whole,
+                self._sinks, self._top_k, self._mean_tokens, _GENERATIONS, self._kept,
                 BLOCK=self._block_size, SEARCH=SEARCH_FIELDS, STRIDE=ROW, TOKENS=self._tokens, T=128, num_warps=1,
             )  # fmt: skip
         return self._decoded if self._tokens > 1 else blocks

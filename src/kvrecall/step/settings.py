@@ -28,6 +28,9 @@ LEAST_BLOCK = 64
 LOCAL_TOKENS = 1024
 """Default of tokens of the window: most questions and answers fit into it."""
 
+WHOLE_TOKENS = 2048
+"""Default of tokens from which on a sequence searches."""
+
 CHOSEN_ROWS, DENSE_ROWS = 16, 64
 """Rows per program of a step on a GPU: selected rows, doubled while there are too many parts, and other rows."""
 MOST_PARTS = 64
@@ -41,7 +44,6 @@ RESIDENCIES = ("host", "device")
 
 _SAME = (
     "dense_layers", "per_layer", "update_interval", "index", "trigger", "static", "prune", "fetch", "attend",
-    "full_attention_threshold",
 )  # fmt: skip
 _REASONS = {
     "update_interval": "every key is summarised when it comes, so no buffer waits",
@@ -49,7 +51,6 @@ _REASONS = {
     "static": "rows that stay between searches belong to a sequence, and vLLM moves sequences between rows of a batch",
     "dense_layers": "all layers share one kind of page; dense_layers=[] serves a method that has some",
     "per_layer": "all layers share one kind of page",
-    "full_attention_threshold": "short sequences have the step of long ones; local_tokens says how many are attended in full",
 }
 """Fields of a method that serving does not support, and the reason."""
 
@@ -88,6 +89,11 @@ def least_block(method: Method) -> int:
     index, means = method.index_config(), method.estimate_config()
     assert index is not None
     return max(LEAST_BLOCK, index.paged_tokens, 1 if means is None else means.page_tokens)
+
+
+def whole_below(method: Method) -> int:
+    """Sequences shorter than this attend to all their tokens, in device memory; all of them are sinks or recent at least."""
+    return max(method.full_attention_threshold, method.sink_tokens + method.local_tokens + 1)
 
 
 def check_block_size(tokens: int, least: int = LEAST_BLOCK) -> None:
@@ -147,7 +153,8 @@ class Settings:
             if key not in known:
                 raise UnknownNameError(f"setting of {name}", key, [*known, "method", "host_memory", "residency"])
         estimate = {"estimate": PageMeans.name} if name == DEFAULT else {}
-        method = from_settings(name, {"local_tokens": LOCAL_TOKENS, **estimate, **params})
+        defaults = {"local_tokens": LOCAL_TOKENS, "full_attention_threshold": WHOLE_TOKENS}
+        method = from_settings(name, {**defaults, **estimate, **params})
         index = method.index_config()
         if why := why_unserved(method) or (index.why_unpaged() if index is not None else ""):
             raise CompositionError(f"vLLM with method={name}", why, _served())

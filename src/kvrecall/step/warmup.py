@@ -34,8 +34,8 @@ class Trial:
 
 @dataclass(frozen=True)
 class Limits:
-    """Sizes of an engine. chunk: most tokens of a pass. longest: of a sequence. dense: sinks and recent tokens; longer
-    sequences search. page: tokens of a page mean. drafts: tokens that a sequence may decode besides its first. decodes: most
+    """Sizes of an engine. chunk: most tokens of a pass. longest: of a sequence. dense: tokens of a sequence; longer
+    ones search. page: tokens of a page mean. drafts: tokens that a sequence may decode besides its first. decodes: most
     tokens that a pass decodes. together: most tokens that are searched at a time."""
 
     chunk: int

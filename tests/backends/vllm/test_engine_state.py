@@ -25,11 +25,12 @@ from kvrecall.engine.memory import VllmPlan, plan_vllm
 from kvrecall.index.statistics import KeyStatistics
 from kvrecall.step.device import Pass
 
-SMALL = {"sink_tokens": 16, "local_tokens": 64}
+SMALL = {"sink_tokens": 16, "local_tokens": 64, "full_attention_threshold": 0}
 METHODS: dict[str, dict[str, Any]] = {
     "exact": {"method": "exact"},
     "products": {"method": "pariskv", "stage1": "product"},
     "balanced": {"method": "pariskv-balanced"},
+    "whole": {"method": "pariskv-balanced", "full_attention_threshold": 716},
     "quest": {"method": "quest", "dense_layers": []},
 }
 ENGINE = {"dtype": "float32", "max_model_len": 2048, "max_num_batched_tokens": 256, "max_num_seqs": 4, "block_size": 128}

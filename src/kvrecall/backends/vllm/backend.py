@@ -197,7 +197,7 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         if not hasattr(AttentionBackend, "customize_spec"):  # before 0.28 vLLM does not call it
             stock = own.get_kv_cache_spec
             own.get_kv_cache_spec = lambda config: backend.customize_spec(stock(config))
-        self._window = WindowLayer(f"{name}.window", shape, settings.method.local_tokens, width)
+        self._window = WindowLayer(f"{name}.window", shape, settings.method.local_tokens, self._engine.whole, width)
         layers[self._window.name] = self._window
         if device.type == "cuda":
             self._layer = self._engine.device_layer(self.number, shape, self._params)
@@ -232,8 +232,10 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         self._bind(kv_cache, metadata.block_size)
         if isinstance(batch, Pass):
             assert isinstance(self._layer, DeviceLayer)
-            window = Window(self._window_layer.kv_cache, recent.blocks, recent.slots)
+            window = Window(self._window_layer.kv_cache, recent.blocks, recent.slots, recent.attend)
             self._layer.forward(query, key, value, batch, window, output, self._refill)
+            if self.number == self._engine.last:
+                self._layer.aside.join()
             return
         assert isinstance(self._layer, PagedLayer)
         self._layer.forward(query, key, value, batch, PassWindow(self._window_layer, recent), output, self._refill)
@@ -265,6 +267,8 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
             recent = WindowMetadata(window.block_table_tensor, window.slot_mapping)
             output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
             self._run(query, key, value, self._own.kv_cache, metadata, recent, output)
+            if self._engine.whole.possible and max(trial.counts) <= 1 + limits.drafts:  # its kernels, without the library's
+                self._run(query, key, value, self._own.kv_cache, metadata, replace(recent, attend=nothing), output)
         return len(passes)
 
     @property
@@ -294,6 +298,10 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         self._engine.layers[self.number] = self._layer
         self._engine.windows[self._name] = self._window_layer, host
         self._bound = (kv_cache.data_ptr(), len(kv_cache))
+
+
+def nothing(*given: object) -> None:
+    """In place of a library's attention, which needs no warming up."""
 
 
 def pages_of(kv_cache: Tensor) -> Tensor:

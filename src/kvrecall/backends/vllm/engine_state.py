@@ -21,20 +21,23 @@ from kvrecall.backends.vllm.checks import checked, drafts_of
 from kvrecall.backends.vllm.machine import launch_of
 from kvrecall.backends.vllm.refused import can_refuse
 from kvrecall.backends.vllm.statistics import Observer, compute, rotaries_of_config
+from kvrecall.backends.vllm.whole import WholePasses, why_not
 from kvrecall.backends.vllm.window import WindowLayer
 from kvrecall.core.cuda import to_device
 from kvrecall.core.errors import CompositionError, KVRecallError, ParameterError, SessionError
 from kvrecall.core.structs import AttentionParams
 from kvrecall.index.base import LayerShape
 from kvrecall.index.statistics import KeyStatistics, LayerStatistics
+from kvrecall.step.aside import Aside
 from kvrecall.step.counts import Counts, forget
 from kvrecall.step.device import DeviceLayer, Scratch, searched_together
 from kvrecall.step.finite import FiniteWatch
 from kvrecall.step.memory import HostPlan
 from kvrecall.step.paged import PagedLayer
-from kvrecall.step.plan import PassPlan
+from kvrecall.step.plan import PassPlan, window_start
 from kvrecall.step.promises import Promise, Record
 from kvrecall.step.refill import refill
+from kvrecall.step.settings import whole_below
 from kvrecall.step.stream import DeviceBlocks, HostBlocks
 from kvrecall.step.warmup import Limits
 
@@ -51,7 +54,10 @@ class EngineState:
         """Raises errors of `kvrecall.core.errors` for unsupported settings and combinations."""
         self._config = vllm_config
         self.settings = checked(vllm_config)
+        self.last = -1
+        """Number of the last served layer."""
         self._scratch: dict[LayerShape, Scratch] = {}
+        self._aside: Aside | None = None
         self.watch = FiniteWatch()
         self.shapes: list[LayerShape] = []
         """Shapes of the served layers."""
@@ -106,6 +112,11 @@ class EngineState:
         """Most tokens of a sequence."""
         return self._config.model_config.max_model_len
 
+    @cached_property
+    def whole(self) -> WholePasses:
+        """What is known of passes without searches; the same object for all layers."""
+        return WholePasses(whole_below(self.settings.method), self.most, self.longest)
+
     def host_blocks(self, blocks: int, shape: LayerShape, block_size: int) -> HostBlocks:
         """Memory for the rows of a layer. Raises ParameterError for rows on the device that vLLM has not counted."""
         if self.settings.residency == "device":
@@ -136,9 +147,9 @@ class EngineState:
     def refill(self, name: str, decoding: bool) -> None:
         """Restores the windows of one layer: of the sequences that the pass begins by decoding, or of those whose prompts it
         reads."""
-        window, host = self.windows[name]
+        (window, host), method = self.windows[name], self.settings.method
         for blocks, computed in self._decoding if decoding else self._reading:
-            start = max(0, computed - self.settings.method.local_tokens)
+            start = window_start(computed + 1, method.local_tokens, whole_below(method))
             refill(window.kv_cache, blocks[self.groups[window.name]], host, blocks[self.groups[name]], start, computed)
 
     def clear(self, blocks: list[int]) -> None:
@@ -189,7 +200,14 @@ class EngineState:
         self.groups = {name: i for i, group in groups for name in group.layer_names}
         self.others = {i: group.kv_cache_spec.block_size for i, group in groups if ours.isdisjoint(group.layer_names)}
         self._hosts.clear()  # they were for a trial
-        self._blocks = kv_cache_config.num_blocks
+        self._blocks, self.last = kv_cache_config.num_blocks, max((impl.number for impl in self.impls), default=-1)
+        pages = {n: group.kv_cache_spec.block_size for _, group in groups for n in group.layer_names}
+        layers = self._config.compilation_config.static_forward_context
+        windows = [(layers[n], tokens) for n, tokens in pages.items() if isinstance(layers.get(n), WindowLayer)]
+        why = next(filter(None, (why_not(layer.shape, tokens) for layer, tokens in windows)), "")
+        self.whole.possible = not why
+        if why and self.shapes[0].device.type == "cuda":
+            _log.info("kvrecall: FlashAttention does not serve short sequences: %s", why)
         if self.plan is not None:
             self.commit(min(self.first_blocks, self.plan.at_start))
 
@@ -203,7 +221,7 @@ class EngineState:
         means, decodes = method.estimate_config(), self.most * (1 + self.drafts)
         page = max(self.settings.index.paged_tokens, 1 if means is None else means.page_tokens)
         limits = Limits(
-            scheduler.max_num_batched_tokens, self.longest, method.sink_tokens + method.local_tokens,
+            scheduler.max_num_batched_tokens, self.longest, whole_below(method) - 1,
             page, self.drafts, decodes, searched_together(decodes, self.longest),
         )  # fmt: skip
         with torch.inference_mode():
@@ -239,10 +257,10 @@ class EngineState:
 
     def device_layer(self, number: int, shape: LayerShape, params: AttentionParams) -> DeviceLayer:
         """A layer on a GPU; layers of one shape share scratch."""
-        known, settings = self._scratch.get(shape), self.settings
+        known, settings, self._aside = self._scratch.get(shape), self.settings, self._aside or Aside(shape.device)
         layer = DeviceLayer(
             number, shape, settings.method, settings.index, params, self.most, self.longest, known,
-            keeps=settings.residency == "host", drafts=self.drafts,
+            keeps=settings.residency == "host", drafts=self.drafts, aside=self._aside,
         )  # fmt: skip
         self._scratch[shape] = layer.scratch
         self.watch.add(number, layer.bad)

@@ -19,6 +19,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, Atte
 
 from kvrecall.backends.vllm.checks import drafts_of
 from kvrecall.backends.vllm.plugin import own_name
+from kvrecall.backends.vllm.whole import Attend, FlashAttention, WholePasses
 from kvrecall.backends.vllm.window_pages import WindowSpec, passes_of
 from kvrecall.core.launch import cdiv
 from kvrecall.index.base import LayerShape
@@ -27,23 +28,33 @@ from kvrecall.step.capacity import ahead_of, window_page_tokens
 
 @dataclass(frozen=True)
 class WindowMetadata:
-    """A pass: block tables int32 `[b, W]` of the window's pages, and slots int64 `[T]`."""
+    """A pass: block tables int32 `[b, W]` of the window's pages, and slots int64 `[T]`. attend: the attention of a pass in
+    which no sequence searches."""
 
     blocks: Tensor
     slots: Tensor
+    attend: Attend | None = None
 
 
 class WindowBuilder(AttentionMetadataBuilder[WindowMetadata]):
-    """Passes vLLM's metadata on."""
+    """Passes vLLM's metadata on, and plans the attention of passes in which no sequence searches."""
 
     _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.reorder_batch_threshold = 1 + drafts_of(vllm_config)  # decoding sequences come first in a batch
+        layer: WindowLayer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
+        self._shape, self._passes = layer.shape, layer.passes
+        self._flash: FlashAttention | None = None
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> WindowMetadata:
-        return WindowMetadata(common_attn_metadata.block_table_tensor, common_attn_metadata.slot_mapping)
+        told, attend = common_attn_metadata, None
+        blocks = told.block_table_tensor
+        if self._passes.now:
+            self._flash = self._flash or FlashAttention(self._shape, self.kv_cache_spec.block_size, self._passes)
+            attend = self._flash.attend(told.query_start_loc, told.seq_lens, blocks, told.max_query_len)
+        return WindowMetadata(blocks, told.slot_mapping, attend)
 
 
 class WindowBackend(AttentionBackend):
@@ -78,14 +89,14 @@ class WindowBackend(AttentionBackend):
 
 
 class WindowLayer(nn.Module, AttentionLayerBase):
-    """The last `tokens` tokens of every sequence, for one attention layer."""
+    """The last `tokens` tokens of every sequence, or all of a short one, for one attention layer."""
 
     supports_dcp = False
 
-    def __init__(self, name: str, shape: LayerShape, tokens: int, width: int) -> None:
+    def __init__(self, name: str, shape: LayerShape, tokens: int, passes: WholePasses, width: int) -> None:
         """name: of the layer in vLLM's forward context. width: bytes of summaries per token and KV head."""
         super().__init__()
-        self.name, self.shape, self.tokens, self.width = name, shape, tokens, width
+        self.name, self.shape, self.tokens, self.passes, self.width = name, shape, tokens, passes, width
         self.kv_cache = torch.tensor([], dtype=torch.float32, device="cpu")
 
     def get_attn_backend(self) -> type[WindowBackend]:
@@ -97,7 +108,7 @@ class WindowLayer(nn.Module, AttentionLayerBase):
         return WindowSpec(
             block_size=window_page_tokens(shape, self.width, size), num_kv_heads=shape.kv_heads, head_size=shape.head_dim,
             dtype=shape.dtype, sliding_window=self.tokens, page_size_padded=size * shape.kv_heads * self.width,
-            passes=passes_of(vllm_config), ahead=ahead_of(drafts_of(vllm_config)),
+            whole=self.passes.below, passes=passes_of(vllm_config), ahead=ahead_of(drafts_of(vllm_config)),
         )  # fmt: skip
 
 

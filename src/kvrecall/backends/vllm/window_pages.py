@@ -1,9 +1,9 @@
 """The manager of the windows' pages: vLLM's sliding-window manager, without prefix caching.
 
-A sequence has only the pages of its last tokens, also while a long prompt is read; until the end of a run they are the only
-place of its newest rows. If it begins behind cached blocks, whose rows are all in host memory, its window is restored from them
-(`refill.py`), so pages need not be cached. So windows take a few blocks per sequence, only blocks of summaries decide about
-prefixes, and pages evict no cached block.
+A short sequence has pages for all its tokens, a longer one for its last ones, also while a long prompt is read; until the end
+of a run they are the only place of its newest rows. If it begins behind cached blocks, whose rows are all in host memory, its
+window is restored from them (`refill.py`), so pages need not be cached. So only blocks of summaries decide about prefixes, and
+pages evict no cached block.
 """
 
 # Only imported where vLLM is installed.
@@ -21,15 +21,20 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from kvrecall.core.launch import cdiv
 from kvrecall.step.capacity import window_blocks
+from kvrecall.step.plan import window_start
 
 
 class WindowManager(SlidingWindowManager):
-    """Pages of the last `sliding_window` tokens of every sequence; the null block replaces all others."""
+    """Pages of the window of every sequence (`plan.window_start`); the null block replaces all others."""
 
     def __init__(self, kv_cache_spec: WindowSpec, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
         self._released: dict[str, int] = {}
         """How many first pages each sequence has given back."""
+
+    def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        """How many first tokens the next token does not attend to as recent ones."""
+        return window_start(num_computed_tokens + 1, self.sliding_window, self.kv_cache_spec.whole)
 
     @classmethod
     def find_longest_cache_hit(
@@ -88,14 +93,16 @@ class WindowManager(SlidingWindowManager):
 
 @dataclass(frozen=True, kw_only=True)
 class WindowSpec(SlidingWindowSpec):
-    """Spec of the window. passes: most passes in flight. ahead: draft tokens that may be rejected."""
+    """Spec of the window. whole: sequences of fewer tokens keep all of them (`plan.window_start`). passes: most passes in
+    flight. ahead: draft tokens that may be rejected."""
 
+    whole: int = 0
     passes: int = 1
     ahead: int = 0
 
     def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
         """Most pages of one sequence: its window's, and those that passes in flight will free."""
-        return window_blocks(self.sliding_window, self.block_size, max_model_len, self.passes, self.ahead)
+        return window_blocks(self.sliding_window, self.whole, self.block_size, max_model_len, self.passes, self.ahead)
 
 
 def passes_of(vllm_config: Any) -> int:

@@ -21,6 +21,7 @@ from kvrecall.backends.vllm.metrics import CounterWriter
 from kvrecall.backends.vllm.page_sizes import alike
 from kvrecall.backends.vllm.refused import left_out
 from kvrecall.backends.vllm.threads import one_thread_after_fork
+from kvrecall.backends.vllm.whole import Graphs
 from kvrecall.backends.vllm.window_pages import passes_of
 from kvrecall.core.errors import HostMemoryError, ParameterError
 from kvrecall.core.launch import cdiv
@@ -104,6 +105,7 @@ class Worker(StockWorker):
         EngineState.of(self.vllm_config).begin(kv_cache_config)
 
     _counter_writer: CounterWriter | None = None
+    _graphs: Graphs | None = None
     _warms_up = False
     """Whether the passes are vLLM's own warm-up: `execute_model` of requests that it makes up."""
 
@@ -116,6 +118,7 @@ class Worker(StockWorker):
         self._warms_up = True
         try:
             made = super().compile_or_warm_up_model()
+            self._record_whole()
         finally:
             self._warms_up = False
         engine.forget_trials()
@@ -123,6 +126,32 @@ class Worker(StockWorker):
             device = engine.shapes[0].device
             self._counter_writer = CounterWriter(engine.counts, parallel.data_parallel_index, self.rank, device)
         return made
+
+    def _record_whole(self) -> None:
+        """Records vLLM's passes once more, without searches."""
+        passes, graphs = EngineState.of(self.vllm_config).whole, Graphs(self.model_runner)
+        if not passes.possible or not graphs.recorded:
+            return
+        passes.now = True
+        graphs.use(True)
+        try:
+            self.model_runner.capture_model()
+        finally:
+            passes.now = False
+            graphs.use(False)
+        self._graphs = graphs
+
+    @torch.inference_mode()
+    def execute_dummy_batch(self, *args: Any, **kwargs: Any) -> Any:
+        self._begin([], [])
+        return super().execute_dummy_batch(*args, **kwargs)
+
+    def _begin(self, lengths: Sequence[int], scheduled: Sequence[int]) -> None:
+        """Chooses the graphs of the next pass (`WholePasses.begin`)."""
+        engine = EngineState.of(self.vllm_config)
+        whole = engine.whole.begin(lengths, scheduled, 1 + engine.drafts)
+        if self._graphs is not None:
+            self._graphs.use(whole)
 
     def retrieval_counts(self) -> dict[str, int]:
         """This rank's counters (`counts.Counts`). Synchronises with the device."""
@@ -143,7 +172,17 @@ class Worker(StockWorker):
         if engine.others:
             engine.clear(handed_out_empty(scheduler_output, engine.others))
         engine.begin_pass(beginning(scheduler_output), scheduler_output.num_scheduled_tokens)
+        told = scheduler_output
+        self._begin(lengths(told), list(told.num_scheduled_tokens.values()))
         return super().execute_model(scheduler_output, *args, **kwargs)
+
+
+def lengths(scheduler_output: Any) -> list[int]:
+    """Tokens of each sequence of a pass with it; at most so many, if drafts of passes in flight may be rejected."""
+    told, cached = scheduler_output, scheduler_output.scheduled_cached_reqs
+    computed = {new.req_id: new.num_computed_tokens for new in told.scheduled_new_reqs}
+    computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    return [computed[name] + count for name, count in told.num_scheduled_tokens.items()]
 
 
 def use_few_blocks(scheduler_output: Any) -> None:

@@ -1,0 +1,129 @@
+"""Passes in which no sequence searches: vLLM's FlashAttention over the pages of the window, in graphs of their own.
+
+Such a pass decodes sequences of fewer tokens than a search needs (`settings.whole_below`), whose rows are all in device memory.
+The worker sees that from the lengths of a pass before vLLM chooses a graph. All other passes run the kernels of `step`, which
+attend to short sequences, too.
+"""
+
+# Only imported where vLLM is installed.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvrecall.core.launch import cdiv
+from kvrecall.core.structs import AttentionParams
+from kvrecall.index.base import LayerShape
+
+_SPLITS = 32
+"""Most parts in which a recorded call divides a sequence; their number is chosen for each pass, from its lengths."""
+_NUMBERS = 4
+"""int32 numbers of FlashAttention's plan per sequence; their count is rounded up to as many."""
+_PAGE = 16
+"""FlashAttention reads pages of a multiple of so many tokens."""
+
+Attend = Callable[[Tensor, Tensor, AttentionParams, Tensor], None]
+"""Attends queries `[T, H_q, D]` to rows `[pages, H_kv, page_tokens, 2 D]`; the last argument is the output."""
+
+
+@dataclass
+class WholePasses:
+    """What an engine knows of passes without searches. below: sequences of fewer tokens do not search. most: rows of a batch.
+    longest: tokens of a sequence. possible: whether FlashAttention attends in them. now: whether the pass is one."""
+
+    below: int
+    most: int
+    longest: int
+    possible: bool = False
+    now: bool = False
+
+    def begin(self, lengths: Sequence[int], scheduled: Sequence[int], decoded: int) -> bool:
+        """The next pass: tokens of its sequences with the pass, at most, and in it. decoded: most that a pass decodes of a
+        sequence. Returns whether none of them searches or reads a prompt."""
+        few = max(scheduled, default=0) <= decoded and max(lengths, default=0) < self.below
+        self.now = self.possible and few and len(lengths) > 0
+        return self.now
+
+
+class FlashAttention:
+    """vLLM's FlashAttention for the window layers of one cache group."""
+
+    def __init__(self, shape: LayerShape, page_tokens: int, passes: WholePasses) -> None:
+        """For what `why_not` accepts."""
+        from vllm.v1.attention.backends import fa_utils
+
+        self._library: Any = fa_utils
+        self._version = fa_utils.get_flash_attn_version(head_size=shape.head_dim)
+        self._shape, self._page, self._longest = shape, page_tokens, min(passes.below, passes.longest)
+        self._plan = None
+        if self._version == 3:
+            numbers = 1 + _NUMBERS * _NUMBERS * cdiv(passes.most, _NUMBERS)
+            self._plan = torch.zeros(numbers, dtype=torch.int32, device=shape.device)
+
+    def attend(self, begins: Tensor, lengths: Tensor, pages: Tensor, most_new: int) -> Attend:
+        """The attention of one pass. begins int32 `[b + 1]`: first token of each sequence in it. lengths int32 `[b]`. pages
+        int32 `[b, W]`: of the window. most_new: most tokens of a sequence in the pass."""
+        splits, plan, shape = 0, None, self._shape
+        if self._plan is not None:
+            splits = _SPLITS
+            made = self._library.get_scheduler_metadata(
+                batch_size=len(lengths), max_seqlen_q=most_new, max_seqlen_k=self._longest, num_heads_q=shape.query_heads,
+                num_heads_kv=shape.kv_heads, headdim=shape.head_dim, cache_seqlens=lengths, qkv_dtype=shape.dtype,
+                cu_seqlens_q=begins, page_size=self._page, causal=True, num_splits=splits,
+            )  # fmt: skip
+            plan = self._plan[: len(made)]
+            plan.copy_(made)
+            self._plan[len(made) :].zero_()
+
+        def attend(rows: Tensor, queries: Tensor, params: AttentionParams, out: Tensor) -> None:
+            keys, values = rows.transpose(1, 2).unflatten(-1, (2, -1)).unbind(-2)  # [pages, page_tokens, H_kv, D]
+            self._library.flash_attn_varlen_func(
+                q=queries, k=keys, v=values, out=out, cu_seqlens_q=begins, max_seqlen_q=most_new, seqused_k=lengths,
+                max_seqlen_k=self._longest, softmax_scale=params.scaling, causal=True, block_table=pages,
+                softcap=params.softcap, scheduler_metadata=plan, num_splits=splits, fa_version=self._version,
+            )  # fmt: skip
+
+        return attend
+
+
+def why_not(shape: LayerShape, page_tokens: int) -> str:
+    """Why FlashAttention cannot attend to the window of such layers; empty if it can."""
+    if shape.device.type != "cuda":
+        return "there is no GPU"
+    if shape.dtype not in (torch.float16, torch.bfloat16):
+        return f"it has no kernel for {shape.dtype}"
+    if page_tokens % _PAGE:
+        return f"pages of the window hold {page_tokens} tokens, and it reads multiples of {_PAGE}"
+    try:
+        from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
+
+        assert flash_attn_varlen_func is not None
+    except ImportError as error:
+        return f"this vLLM has none ({error})"
+    return "" if get_flash_attn_version(head_size=shape.head_dim) in (2, 3) else "this card needs a version that is not tried"
+
+
+class Graphs:
+    """vLLM's recorded decode passes, twice: for passes that search, and for those that do not."""
+
+    def __init__(self, runner: Any) -> None:
+        """runner: vLLM's model runner, of either kind, which has recorded passes that search."""
+        second = getattr(runner, "cudagraph_manager", None)
+        self._owner, self._name = (runner.model, "concrete_cudagraph_entries") if second is None else (second, "graphs")
+        self._sets: dict[bool, Any] = {False: getattr(self._owner, self._name, None), True: {}}
+
+    @property
+    def recorded(self) -> bool:
+        """Whether vLLM has recorded whole passes."""
+        return bool(self._sets[False])
+
+    def use(self, whole: bool) -> None:
+        """The next pass is one that searches, or not."""
+        if self.recorded:
+            setattr(self._owner, self._name, self._sets[whole])
