@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.step.counts import Counts, forget
-from kvrecall.step.device import Pass, Window
+from kvrecall.step.device import Chunk, Pass, Window, first_rows
 from kvrecall.step.warmup import FakeMetadata, Layout, Limits, trials
 from tests.step import test_paged as paged
 from tests.step.on_device import MOST, PAGE, Device
@@ -215,6 +215,28 @@ def test_short_sequences_attend_to_all_tokens_and_long_ones_search(given: dict, 
         both(s1=1 + drafts)
     both(s1=1, s2=1)
     assert not device.layer.bad.any()
+
+
+def test_prompts_that_begin_are_attended_to_at_once() -> None:
+    """Beside one that goes on, and a sequence that decodes; a chunk that goes on parts those that begin."""
+    texts, device = {n: tokens(200, n) for n in range(5)}, Device(GIVEN[0], top_k=512, library=True)
+    device.feed({0: cut(texts[0], 0, 50)})
+    device.feed({1: cut(texts[1], 0, 70)})
+    new = {0: (50, 51), 2: (0, 30), 3: (0, 90), 1: (70, 110)}
+    found = device.feed({n: cut(texts[n], *span) for n, span in new.items()})
+    for n, (start, stop) in new.items():
+        close(found[n][-1], dense(texts[n], stop - 1))
+        close(found[n][0], dense(texts[n], start))
+    assert device.runs == [(1, 50), (1, 70), (2, 90)]
+    after = device.feed({n: cut(texts[n], stop, stop + 1) for n, (_, stop) in new.items()})
+    for n, (_, stop) in new.items():
+        close(after[n][0], dense(texts[n], stop))
+
+
+def test_runs_of_prompts_that_begin() -> None:
+    chunks = [Chunk(row, slice(0, 1), past) for row, past in ((2, 0), (3, 0), (4, 7), (5, 0), (8, 0), (9, 0))]
+    assert first_rows(chunks) == [(2, 4), (5, 6), (8, 10)]
+    assert first_rows([]) == first_rows(chunks[2:3]) == []
 
 
 def test_a_library_s_pass_sees_what_is_not_finite() -> None:

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvrecall.attend import attend_causal
 from kvrecall.attend.reference import attend_rows
 from kvrecall.core.structs import AttentionParams, Rows
-from kvrecall.step.device import Chunk, DeviceLayer, Pass, Window
+from kvrecall.step.device import Chunk, DeviceLayer, Pass, Run, Window, first_rows
 from kvrecall.step.plan import PassPlan
 from kvrecall.step.settings import Settings, whole_below
 from kvrecall.step.stream import DeviceBlocks, HostBlocks
@@ -39,7 +40,8 @@ def attend_pages(
 @dataclass
 class Device:
     """A layer, and the scheduler's part of the work. Rows of a pass are in the order that is given. library: a pass without
-    searches has the attention of a library. whole_passes: how many had."""
+    searches has the attention of a library, and prompts that begin. whole_passes: how many had. runs: prompts that were
+    attended to at once, and the tokens of their longest chunk."""
 
     given: dict
     top_k: int
@@ -52,6 +54,7 @@ class Device:
     recent: dict[int, list[int]] = field(default_factory=dict)
     lengths: dict[int, int] = field(default_factory=dict)
     whole_passes: int = 0
+    runs: list[tuple[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         method = method_of(self.given, top_k=self.top_k)
@@ -111,6 +114,9 @@ class Device:
             for i in range(3)
         )
         out, window = torch.full_like(q, float("nan")), Window(self.pages, recent, torch.tensor(near, device=self.on))
+        if self.library:
+            asked = replace(asked, runs=[Run.of(a, b, begins, torch.tensor(begins)) for a, b in first_rows(chunks)])
+            window = replace(window, causal=self._causal)
         if self.library and not chunks and max(lengths) < self._below:
             self.whole_passes += 1
             window = replace(window, attend=partial(attend_pages, begins, lengths, recent))
@@ -120,6 +126,15 @@ class Device:
             self.layer.forward(q, k, v, asked, window, out)
             self.layer.aside.join()
         return {name: out[begins[i] : begins[i + 1]].cpu() for i, name in enumerate(new)}
+
+    def _causal(
+        self, q: Tensor, k: Tensor, v: Tensor, begins: Tensor, longest: int, params: AttentionParams, out: Tensor
+    ) -> None:  # fmt: skip
+        """In place of FlashAttention."""
+        self.runs.append((len(begins) - 1, longest))
+        for start, stop in pairwise(begins.tolist()):
+            own = (x[start:stop].transpose(0, 1) for x in (q, k, v))
+            out[start:stop] = attend_causal(*own, params.scaling, params.softcap).out[0].transpose(0, 1)
 
     def _replay(self, q: Tensor, k: Tensor, v: Tensor, asked: Pass, window: Window) -> Tensor:
         """A pass by a graph, over inputs at fixed addresses; only the plan is filled outside, as under vLLM."""

@@ -9,7 +9,7 @@ tables from device memory (`plan.py`). The search is the sphere index's, over th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -24,15 +24,15 @@ from kvrecall.index.base import SEARCH_FIELDS, IndexConfig, LayerShape, PagedKer
 from kvrecall.merge import merge_in_turn
 from kvrecall.merge.cuda import merge_step
 from kvrecall.methods.base import Method
-from kvrecall.step.aside import Aside
+from kvrecall.step.aside import BEHIND, Aside
 from kvrecall.step.means import means_in
 from kvrecall.step.paged import Refill
 from kvrecall.step.plan import ROW, PassPlan, kept_sequences
 from kvrecall.step.settings import DENSE_ROWS, MOST_PARTS, Parts, whole_below
 from kvrecall.step.stream import HostBlocks, Stream
 
-_STORED = 16
-"""Tokens of prompts per program."""
+_STORED, _WRITERS = 16, 256
+"""Tokens of prompts per program, and most programs that write them to the host."""
 _TOGETHER, _TOGETHER_LONG, _LONG = 64, 32, 262_144
 """Tokens of a pass that are searched at a time, and those in an engine for sequences of more than `_LONG` tokens, whose scratch
 is larger."""
@@ -52,13 +52,18 @@ _SPREAD = 27
 @dataclass(frozen=True)
 class Window:
     """The recent tokens of the sequences of a pass. rows: `[blocks, H_kv, page_tokens, 2 D]`, contiguous in the last dimension.
-    blocks: int32 `[b, W]`, block tables. slots: int64 `[T]`, slots of the pass's tokens, < 0 for none. attend: the library's
-    attention of a pass without searches, queries `[T, H_q, D]` to these rows; the last argument is the output."""
+    blocks: int32 `[b, W]`, block tables. slots: int64 `[T]`, slots of the pass's tokens, < 0 for none.
+
+    The library's attention, if it has one: `attend` in a pass without searches, queries `[T, H_q, D]` to these rows; `causal`
+    of the tokens of several prompts to those before them, queries, keys and values `[T, H, D]`, with the first tokens of the
+    prompts and their end, int32 `[n + 1]`, and the longest one's tokens. The last argument is the output.
+    """
 
     rows: Tensor
     blocks: Tensor
     slots: Tensor
     attend: Callable[[Tensor, Tensor, AttentionParams, Tensor], None] | None = None
+    causal: Callable[[Tensor, Tensor, Tensor, Tensor, int, AttentionParams, Tensor], None] | None = None
 
     @property
     def places(self) -> tuple[int, int, int, int]:
@@ -78,11 +83,28 @@ class Chunk:
 
 
 @dataclass(frozen=True)
+class Run:
+    """Chunks side by side that begin their sequences: their tokens within the pass, int32 `[n + 1]`, the first token of each
+    and the end, from the first one's on, and the tokens of the longest."""
+
+    tokens: slice
+    begins: Tensor
+    longest: int
+
+    @staticmethod
+    def of(first: int, stop: int, begins: list[int], on_device: Tensor) -> Run:
+        """Rows first .. stop - 1 of the batch. begins: first tokens of all rows and the end, and the same on the device."""
+        longest = max(b - a for a, b in pairwise(begins[first : stop + 1]))
+        return Run(slice(begins[first], begins[stop]), on_device[first : stop + 1] - begins[first], longest)
+
+
+@dataclass(frozen=True)
 class Pass:
     """One pass of all layers: its first `decodes` tokens are decoded, each as if alone, `chunks` are prompts.
 
     decoded: int32 `[n, W]`, the block tables of the decoded tokens' sequences (`PassPlan.fill`). blocks: int32 `[b, W]`, of the
-    rows of the batch. slots: int64 `[T]`, slots of the tokens. tables: blocks of the chunks' past tokens, by row.
+    rows of the batch. slots: int64 `[T]`, slots of the tokens. tables: blocks of the chunks' past tokens, by row. runs: the
+    chunks without past tokens.
     """
 
     decodes: int
@@ -92,6 +114,7 @@ class Pass:
     blocks: Tensor
     slots: Tensor
     tables: dict[int, list[int]]
+    runs: Sequence[Run] = ()
 
     @staticmethod
     def of(told: Any, plan: PassPlan, block_size: int, drafts: int) -> Pass:
@@ -113,7 +136,18 @@ class Pass:
             if row >= decodes and count
         ]
         tables = {c.row: blocks[c.row, : cdiv(c.past, block_size)].tolist() for c in chunks if c.past}
-        return Pass(begins[decodes], chunks, plan, decoded, blocks, told.slot_mapping, tables)
+        runs = [Run.of(first, stop, begins, told.query_start_loc) for first, stop in first_rows(chunks)]
+        return Pass(begins[decodes], chunks, plan, decoded, blocks, told.slot_mapping, tables, runs)
+
+
+def first_rows(chunks: Iterable[Chunk]) -> list[tuple[int, int]]:
+    """The first row of each run of chunks without past tokens in rows side by side, and the row behind its last."""
+    runs: list[tuple[int, int]] = []
+    for chunk in chunks:
+        if not chunk.past:
+            beside = bool(runs) and runs[-1][1] == chunk.row
+            runs[-1:] = [(runs[-1][0], chunk.row + 1)] if beside else [*runs[-1:], (chunk.row, chunk.row + 1)]
+    return runs
 
 
 def searched_together(most: int, longest: int) -> int:
@@ -328,26 +362,31 @@ class DeviceLayer:
         a prompt reads, so prompts come last."""
         self.store(keys, values, batch, window)
         if refill is not None:
-            refill(True)
+            refill(True)  # waits for what was stored aside, if a sequence begins behind it
         self.decode(queries, keys, values, batch, window, out)
         if refill is not None:
             refill(False)
-        self.prompts(queries, keys, values, batch, out)
+        self.prompts(queries, keys, values, batch, window, out)
 
     def store(self, keys: Tensor, values: Tensor, batch: Pass, window: Window) -> None:
         """Keeps the tokens of the prompts of a pass: keys, values `[T, H_kv, D]`, of all its tokens."""
         from kvrecall.cache.paged_rows import Fresh
-        from kvrecall.step.kernels import mean_kernel, run_kernel, store_kernel
+        from kvrecall.step.kernels import host_kernel, mean_kernel, run_kernel, store_kernel
 
         if not batch.chunks:
             return
         first, last, heads, dim = batch.chunks[0].tokens.start, batch.chunks[-1].tokens.stop, self.shape.kv_heads, keys.shape[2]
         strides, (held, recent), means = (keys.stride(0), values.stride(0)), self._places(batch, window), self._page_means()
         sizes: dict[str, int] = {"BLOCK": self._host.block_size, "D": dim, "BD": next_power_of_2(dim), "num_warps": 4}
-        store_kernel[(cdiv(last - first, _STORED), heads)](
-            Fresh(keys[first:last], values[first:last], *strides), batch.slots[first:], window.slots[first:], held, recent,
-            self.bad, last - first, T=_STORED, **sizes,
+        count, here = last - first, {name: size for name, size in sizes.items() if name != "BLOCK"}
+        staged = torch.empty(heads, count, 2, dim, dtype=self._host.rows.dtype, device=keys.device)
+        store_kernel[(cdiv(count, _STORED), heads)](
+            Fresh(keys[first:last], values[first:last], *strides), batch.slots[first:], window.slots[first:], staged, recent,
+            self.bad, count, heads, T=_STORED, **here,
         )  # fmt: skip
+        tiles = heads * cdiv(count, _STORED)
+        with self.aside.launched(staged):
+            host_kernel[(min(tiles, _WRITERS),)](staged, batch.slots[first:], held, count, tiles, T=_STORED, **sizes)
         for chunk in batch.chunks:
             if chunk.past:  # its last tokens may have been decoded, because a pass had room for few of them
                 run_kernel[(heads,)](held, recent, chunk.row, chunk.past, self._every, self._phase, W=_STORED, **sizes)
@@ -361,10 +400,17 @@ class DeviceLayer:
                     T=_STORED, **sizes,
                 )  # fmt: skip
 
-    def prompts(self, queries: Tensor, keys: Tensor, values: Tensor, batch: Pass, out: Tensor) -> None:
-        """Chunks attend to themselves and to everything before them, streamed from the host; queries, out `[T, H_q, D]`."""
+    def prompts(self, queries: Tensor, keys: Tensor, values: Tensor, batch: Pass, window: Window, out: Tensor) -> None:
+        """Chunks attend to themselves and to everything before them, streamed from the host; queries, out `[T, H_q, D]`. A
+        library attends to all that begin their sequences at once."""
         params = self._params
+        alone = [run for run in batch.runs if window.causal is not None]
+        for run in alone:
+            own = queries[run.tokens], keys[run.tokens], values[run.tokens]
+            window.causal(*own, run.begins, run.longest, params, out[run.tokens])
         for chunk in batch.chunks:
+            if alone and not chunk.past:
+                continue
             q, k, v = (x[chunk.tokens].transpose(0, 1) for x in (queries, keys, values))
             among = chunk.past + q.shape[1]
             with self.scratch.stream.pieces(self._host, batch.tables.get(chunk.row, []), chunk.past) as pieces:
@@ -375,9 +421,11 @@ class DeviceLayer:
     def rehearse(self, queries: Tensor, keys: Tensor, values: Tensor) -> None:
         """Allocates as a pass does, so that vLLM measures it: a search, then a chunk of a prompt after one earlier piece."""
         torch.empty(self.index.temporary_bytes, dtype=torch.uint8, device=self.shape.device)
+        staged = [torch.stack([keys, values], 1) for _ in range(BEHIND + 1)]
         q, k, v = (x.transpose(0, 1) for x in (queries, keys, values))
         own = attend_causal(q, k, v, self._params.scaling, self._params.softcap)
         merge_in_turn([own], [self._past(q, torch.stack([k, v], 2), 2 * q.shape[1])])
+        staged.clear()
 
     def _past(self, q: Tensor, rows: Tensor, among: int) -> Partial:
         return attend_block(q, rows, self._params.scaling, self._params.softcap, among)

@@ -435,13 +435,13 @@ def run_kernel(
 
 @triton.jit(do_not_specialize=["p_slots", "p_window_slots", "tokens"])
 def store_kernel(
-    fresh, p_slots, p_window_slots, held, window, p_bad, tokens,
-    BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr,
+    fresh, p_slots, p_window_slots, p_staged, window, p_bad, tokens, HEADS,
+    D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Program (T tokens, KV head): stores tokens of prompts in their blocks on the host and in the window's pages.
+    """Program (T tokens, KV head): stores tokens of prompts in the window's pages and in staged `[HEADS, tokens, 2, D]`.
 
     slots, window_slots int64: block * tokens of a block + offset, < 0 for none, as in vLLM. bad[0] becomes 1 if a row is not
-    finite; other arguments as in `paged_step_kernel`. Bytes: 4 D read, and 4 D written over the bus.
+    finite; other arguments as in `paged_step_kernel`. Bytes: 4 D read, and up to 8 D written.
     """
     o_t, i_kv, o_d = tl.program_id(0) * T + tl.arange(0, T), tl.program_id(1), tl.arange(0, BD)
     m_t, m_d = o_t < tokens, (o_d < D)[None, :]
@@ -451,15 +451,31 @@ def store_kernel(
     b_k = tl.load(fresh.k + (o_long * fresh.K_TOKEN + i_kv * D)[:, None] + o_d[None, :], mask=m_row, other=0.0)
     b_v = tl.load(fresh.v + (o_long * fresh.V_TOKEN + i_kv * D)[:, None] + o_d[None, :], mask=m_row, other=0.0)
     flag_odd(p_bad, b_k, b_v)
-    o_host = ((b_slot // BLOCK * held.HEADS + i_kv) * BLOCK + b_slot % BLOCK) * (2 * D)
-    p_host = held.pool + o_host[:, None] + o_d[None, :]
-    tl.store(p_host, b_k, mask=m_row)
-    tl.store(p_host + D, b_v, mask=m_row)
+    p_row = p_staged + ((i_kv.to(tl.int64) * tokens + o_long) * (2 * D))[:, None] + o_d[None, :]
+    tl.store(p_row, b_k, mask=m_row)
+    tl.store(p_row + D, b_v, mask=m_row)
     m_recent = (b_recent >= 0)[:, None] & m_row
     o_recent = b_recent // window.PAGE * window.BLOCK + i_kv * window.HEAD + b_recent % window.PAGE * window.TOKEN
     p_here = window.rows + o_recent[:, None] + o_d[None, :]
     tl.store(p_here, b_k, mask=m_recent)
     tl.store(p_here + D, b_v, mask=m_recent)
+
+
+@triton.jit(do_not_specialize=["p_slots", "tokens"])
+def host_kernel(
+    p_staged, p_slots, held, tokens, TILES, BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr
+):  # fmt: skip
+    """Copies staged rows `[HEADS, tokens, 2, D]` to their blocks on the host; slots as in `store_kernel`. TILES of T tokens of
+    a KV head; few programs share them, since a bus is full with few, and others run beside them. Bytes: 4 D over the bus."""
+    o_d = tl.arange(0, 2 * BD)
+    for i in range(tl.program_id(0), TILES, tl.num_programs(0)):
+        i_kv, o_t = i % held.HEADS, i // held.HEADS * T + tl.arange(0, T)
+        b_slot = tl.load(p_slots + o_t, mask=o_t < tokens, other=-1)
+        m_row = (b_slot >= 0)[:, None] & (o_d < 2 * D)[None, :]
+        o_row = (i_kv * tokens + o_t).to(tl.int64) * (2 * D)
+        o_host = ((b_slot // BLOCK * held.HEADS + i_kv) * BLOCK + b_slot % BLOCK) * (2 * D)
+        b_row = tl.load(p_staged + o_row[:, None] + o_d[None, :], mask=m_row)
+        tl.store(held.pool + o_host[:, None] + o_d[None, :], b_row, mask=m_row)
 
 
 @triton.jit(do_not_specialize=["i_row", "past"])

@@ -232,7 +232,7 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         self._bind(kv_cache, metadata.block_size)
         if isinstance(batch, Pass):
             assert isinstance(self._layer, DeviceLayer)
-            window = Window(self._window_layer.kv_cache, recent.blocks, recent.slots, recent.attend)
+            window = Window(self._window_layer.kv_cache, recent.blocks, recent.slots, recent.attend, recent.causal)
             self._layer.forward(query, key, value, batch, window, output, self._refill)
             if self.number == self._engine.last:
                 self._layer.aside.join()

@@ -148,6 +148,8 @@ class EngineState:
         """Restores the windows of one layer: of the sequences that the pass begins by decoding, or of those whose prompts it
         reads."""
         (window, host), method = self.windows[name], self.settings.method
+        if self._aside is not None and (self._decoding or self._reading):
+            self._aside.join()  # blocks that this pass has filled
         for blocks, computed in self._decoding if decoding else self._reading:
             start = window_start(computed + 1, method.local_tokens, whole_below(method))
             refill(window.kv_cache, blocks[self.groups[window.name]], host, blocks[self.groups[name]], start, computed)

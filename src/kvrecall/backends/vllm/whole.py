@@ -29,7 +29,8 @@ _PAGE = 16
 """FlashAttention reads pages of a multiple of so many tokens."""
 
 Attend = Callable[[Tensor, Tensor, AttentionParams, Tensor], None]
-"""Attends queries `[T, H_q, D]` to rows `[pages, H_kv, page_tokens, 2 D]`; the last argument is the output."""
+Causal = Callable[[Tensor, Tensor, Tensor, Tensor, int, AttentionParams, Tensor], None]
+"""As in `device.Window`."""
 
 
 @dataclass
@@ -90,6 +91,15 @@ class FlashAttention:
             )  # fmt: skip
 
         return attend
+
+    def causal(
+        self, queries: Tensor, keys: Tensor, values: Tensor, begins: Tensor, longest: int, params: AttentionParams, out: Tensor
+    ) -> None:  # fmt: skip
+        """Tokens of several sequences attend to those before them (`device.Window`)."""
+        self._library.flash_attn_varlen_func(
+            q=queries, k=keys, v=values, out=out, cu_seqlens_q=begins, max_seqlen_q=longest, cu_seqlens_k=begins,
+            max_seqlen_k=longest, softmax_scale=params.scaling, causal=True, softcap=params.softcap, fa_version=self._version,
+        )  # fmt: skip
 
 
 def why_not(shape: LayerShape, page_tokens: int) -> str:

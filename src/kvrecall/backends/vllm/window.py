@@ -19,7 +19,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, Atte
 
 from kvrecall.backends.vllm.checks import drafts_of
 from kvrecall.backends.vllm.plugin import own_name
-from kvrecall.backends.vllm.whole import Attend, FlashAttention, WholePasses
+from kvrecall.backends.vllm.whole import Attend, Causal, FlashAttention, WholePasses
 from kvrecall.backends.vllm.window_pages import WindowSpec, passes_of
 from kvrecall.core.launch import cdiv
 from kvrecall.index.base import LayerShape
@@ -28,12 +28,13 @@ from kvrecall.step.capacity import ahead_of, window_page_tokens
 
 @dataclass(frozen=True)
 class WindowMetadata:
-    """A pass: block tables int32 `[b, W]` of the window's pages, and slots int64 `[T]`. attend: the attention of a pass in
-    which no sequence searches."""
+    """A pass: block tables int32 `[b, W]` of the window's pages, slots int64 `[T]`, and a library's attention
+    (`device.Window`)."""
 
     blocks: Tensor
     slots: Tensor
     attend: Attend | None = None
+    causal: Causal | None = None
 
 
 class WindowBuilder(AttentionMetadataBuilder[WindowMetadata]):
@@ -51,10 +52,12 @@ class WindowBuilder(AttentionMetadataBuilder[WindowMetadata]):
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> WindowMetadata:
         told, attend = common_attn_metadata, None
         blocks = told.block_table_tensor
+        if not self._passes.possible:
+            return WindowMetadata(blocks, told.slot_mapping)
+        self._flash = self._flash or FlashAttention(self._shape, self.kv_cache_spec.block_size, self._passes)
         if self._passes.now:
-            self._flash = self._flash or FlashAttention(self._shape, self.kv_cache_spec.block_size, self._passes)
             attend = self._flash.attend(told.query_start_loc, told.seq_lens, blocks, told.max_query_len)
-        return WindowMetadata(blocks, told.slot_mapping, attend)
+        return WindowMetadata(blocks, told.slot_mapping, attend, self._flash.causal)
 
 
 class WindowBackend(AttentionBackend):
