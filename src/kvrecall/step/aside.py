@@ -1,50 +1,77 @@
-"""A stream beside a pass's own, for work of its layers that no later layer needs."""
+"""Streams beside a pass's own, for work of its layers that no later layer needs."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
 BEHIND = 4
 """Launches that hold memory of the pass at a time."""
+_STREAMS = 8
+"""For work at the end of a pass: small kernels that wait for memory most of the time."""
 
 
 class Aside:
-    """Nothing is beside a pass on a CPU. Recorded passes have the work as a branch."""
+    """Nothing is beside a pass on a CPU. Recorded passes have the work as branches.
+
+    Work must read and write lasting memory only, apart from what it says: what belongs to the pass is given away meanwhile.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: torch.cuda.Stream | None = None
+        self._streams: list[torch.cuda.Stream] = []
         self._used = False
         self._ended: deque[torch.cuda.Event] = deque()
+        self._later: list[Callable[[], None]] = []
 
     @contextmanager
     def launched(self, *held: torch.Tensor) -> Iterator[None]:
         """What is launched here runs beside what the current stream is given later. held: memory of torch's allocator that it
-        reads; all else that it reads and writes must last, since the memory of a pass is given away meanwhile. It begins when
-        what was launched `BEHIND` times before has ended, so that little is held."""
+        reads. What the current stream is given later waits for what was launched `BEHIND` times before, so that little is held.
+        """
         if self._device.type != "cuda":
             yield
             return
-        self._stream, here = self._stream or torch.cuda.Stream(self._device), torch.cuda.current_stream(self._device)
-        if held and len(self._ended) >= BEHIND:
+        stream, here = self._stream(0), torch.cuda.current_stream(self._device)
+        if len(self._ended) >= BEHIND:
             here.wait_event(self._ended.popleft())
-        self._stream.wait_stream(here)
-        with torch.cuda.stream(self._stream):
+        stream.wait_stream(here)
+        with torch.cuda.stream(stream):
             yield
         for tensor in held:
-            tensor.record_stream(self._stream)
-        if held:
-            self._ended.append(torch.cuda.Event())
-            self._ended[-1].record(self._stream)
+            tensor.record_stream(stream)
+        self._ended.append(torch.cuda.Event())
+        self._ended[-1].record(stream)
         self._used = True
 
+    def later(self, work: Callable[[], None]) -> None:
+        """Launches work at the end of the pass, beside other such work: a kernel that runs beside a layer takes the registers
+        that the layer's own kernels need."""
+        self._later.append(work)
+
     def join(self) -> None:
-        """Called at the end of each pass: its stream waits for the work."""
-        if self._used and self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        """Called at the end of each pass: does what was put off, and lets the pass's stream wait for all work."""
+        todo, self._later = self._later, []
+        if self._device.type != "cuda":
+            for work in todo:
+                work()
+            return
+        here = torch.cuda.current_stream(self._device)
+        used = [self._stream(i) for i in range(max(self._used, min(len(todo), _STREAMS)))]
+        for i, work in enumerate(todo):
+            if i < _STREAMS:
+                used[i].wait_stream(here)
+            with torch.cuda.stream(used[i % _STREAMS]):
+                work()
+        for stream in used:
+            here.wait_stream(stream)
         self._used = False
         self._ended.clear()
+
+    def _stream(self, number: int) -> torch.cuda.Stream:
+        while len(self._streams) <= number:
+            self._streams.append(torch.cuda.Stream(self._device))
+        return self._streams[number]

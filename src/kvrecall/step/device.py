@@ -302,7 +302,8 @@ class DeviceLayer:
         )  # fmt: skip
 
     def _keep(self, keys: Tensor, values: Tensor, batch: Pass, window: Window) -> None:
-        """The first tokens of a pass, of which none searches: stores them in the window, and summarises them aside."""
+        """The first tokens of a pass, of which none searches: stores them in the window, and summarises them at
+        the end of the pass."""
         from kvrecall.cache.paged_rows import Fresh
         from kvrecall.step import kernels
 
@@ -315,12 +316,15 @@ class DeviceLayer:
             Fresh(k, v, k.stride(0), v.stride(0)), own, recent, heads, **sizes, num_warps=1, **overlapping(self.shape.device)
         )
         (summarise, summary), pieces = self.index.summary(), self.index.programs + meaned + 1
-        with self.aside.launched():
-            kernels.keep_kernel[(len(k) * heads * pieces,)](
-                own, held, recent, summary, self._page_means(), self.scratch.sinks, self._every, self._phase,
-                BLOCK=self._host.block_size, W=self.scratch.parts.rows, PIECES=pieces, MEANED=meaned, SUMMARISE=summarise,
-                **sizes, num_warps=4,
+        programs, means = len(k) * heads * pieces, self._page_means()
+
+        def keep() -> None:
+            kernels.keep_kernel[(programs,)](
+                own, held, recent, summary, means, self.scratch.sinks, self._every, self._phase, BLOCK=self._host.block_size,
+                W=self.scratch.parts.rows, PIECES=pieces, MEANED=meaned, SUMMARISE=summarise, **sizes, num_warps=4,
             )  # fmt: skip
+
+        self.aside.later(keep)
 
     def _attend_window(
         self, q: Tensor, k: Tensor, v: Tensor, batch: Pass, own: slice, window: Window, parts: Tensor, lse: Tensor

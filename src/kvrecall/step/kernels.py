@@ -309,7 +309,7 @@ def keep_kernel(
     SEARCH: tl.constexpr, STRIDE: tl.constexpr, SUMMARISE: tl.constexpr,
 ):  # fmt: skip
     """Program (token and KV head, piece): what `paged_step_kernel` keeps of a new token besides its place in the window, where
-    `recent_kernel` has stored it. Reads nothing that belongs to the model, so later layers may run at the same time."""
+    `recent_kernel` has stored it. Reads nothing that belongs to the pass, so it may run when later layers have."""
     i_pair, i_piece = tl.program_id(0) // PIECES, tl.program_id(0) % PIECES
     i_b, i_kv = i_pair // held.HEADS, i_pair % held.HEADS
     p_own, length = plan.rows + i_b * STRIDE + SEARCH, tl.load(plan.rows + i_b * STRIDE + SEARCH)
