@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -25,9 +26,11 @@ from kvrecall.backends.vllm.whole import WholePasses, why_not
 from kvrecall.backends.vllm.window import WindowLayer
 from kvrecall.core.cuda import to_device
 from kvrecall.core.errors import CompositionError, KVRecallError, ParameterError, SessionError
+from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import AttentionParams
 from kvrecall.index.base import LayerShape
 from kvrecall.index.statistics import KeyStatistics, LayerStatistics
+from kvrecall.step.ahead import Ahead
 from kvrecall.step.aside import Aside
 from kvrecall.step.counts import Counts, forget
 from kvrecall.step.device import DeviceLayer, Scratch, searched_together
@@ -42,6 +45,9 @@ from kvrecall.step.stream import DeviceBlocks, HostBlocks
 from kvrecall.step.warmup import Limits
 
 _log = logging.getLogger("vllm.kvrecall")
+_BURST, _PIECES = 32, 8
+"""Short sequences that may come at once without waiting for host memory; pieces of a slab that a thread takes one by one, so
+that nobody waits long for it."""
 
 _engine: EngineState | None = None
 """This process's engine; there is one at a time."""
@@ -85,6 +91,8 @@ class EngineState:
         """Tokens per block of the cache groups of other backends."""
         self._hosts: list[HostBlocks] = []
         self._given, self._blocks, self._warm = 1, 1, False
+        self._growing, self._burst = threading.Lock(), 0
+        self._ahead: Ahead | None = None
         self._promise: Promise | None = None
         self.refused: int | None = None
         """Blocks with memory, after the system refused more."""
@@ -167,9 +175,34 @@ class EngineState:
         and the scheduler hears of it. Raises HostMemoryError or ParameterError at the start, and if it cannot hear."""
         if self.plan is None:
             return
+        if self._given < min(blocks, self._blocks):
+            with self._growing:
+                self._commit(blocks, self.plan.slab)
+        if self._ahead is not None:
+            self._ahead.want(min(blocks + self._burst, self._blocks))
+
+    def take_ahead(self) -> None:
+        """From now on a thread takes memory for the blocks that a burst of short sequences needs, beyond those that were handed
+        out. Only for a GPU, when nothing is recorded any more: page-locking disturbs it."""
+        if self.plan is None or self.shapes[0].device.type != "cuda" or self._ahead is not None:
+            return
+        self._ahead = Ahead(self._take_piece)
+        self._ahead.want(min(self._given + self._burst, self._blocks))
+
+    def _take_piece(self, wanted: int) -> bool:
+        with self._growing:
+            if self.plan is None or self.refused is not None or self._given >= min(wanted, self._blocks):
+                return False
+            try:
+                self._take(min(self._given + max(1, self.plan.slab // _PIECES), self._blocks))
+            except KVRecallError:  # a pass that needs the memory will say so
+                return False
+        return True
+
+    def _commit(self, blocks: int, slab: int) -> None:
         while self.refused is None and self._given < min(blocks, self._blocks):
             try:
-                self._take(min((self._given // self.plan.slab + 1) * self.plan.slab, self._blocks))
+                self._take(min((self._given // slab + 1) * slab, self._blocks))
             except KVRecallError as error:
                 if not self._warm or self._promise is None or not can_refuse(self._config):
                     raise
@@ -208,6 +241,8 @@ class EngineState:
         windows = [(layers[n], tokens) for n, tokens in pages.items() if isinstance(layers.get(n), WindowLayer)]
         why = next(filter(None, (why_not(layer.shape, tokens) for layer, tokens in windows)), "")
         self.whole.possible = not why
+        below = self.whole.below
+        self._burst = min(self.most, _BURST) * sum(1 + cdiv(below, each) for each in {*pages.values()})
         if why and self.shapes[0].device.type == "cuda":
             _log.info("kvrecall: FlashAttention does not serve short sequences: %s", why)
         if self.plan is not None:

@@ -122,6 +122,7 @@ class Worker(StockWorker):
         finally:
             self._warms_up = False
         engine.forget_trials()
+        engine.take_ahead()
         if self._counter_writer is None:
             device = engine.shapes[0].device
             self._counter_writer = CounterWriter(engine.counts, parallel.data_parallel_index, self.rank, device)
