@@ -408,12 +408,13 @@ class DeviceLayer:
         """Chunks attend to themselves and to everything before them, streamed from the host; queries, out `[T, H_q, D]`. A
         library attends to all that begin their sequences at once."""
         params = self._params
-        alone = [run for run in batch.runs if window.causal is not None]
-        for run in alone:
-            own = queries[run.tokens], keys[run.tokens], values[run.tokens]
-            window.causal(*own, run.begins, run.longest, params, out[run.tokens])
+        causal = window.causal
+        if causal is not None:
+            for run in batch.runs:
+                own = queries[run.tokens], keys[run.tokens], values[run.tokens]
+                causal(*own, run.begins, run.longest, params, out[run.tokens])
         for chunk in batch.chunks:
-            if alone and not chunk.past:
+            if causal is not None and not chunk.past:
                 continue
             q, k, v = (x[chunk.tokens].transpose(0, 1) for x in (queries, keys, values))
             among = chunk.past + q.shape[1]
