@@ -72,13 +72,14 @@ class Region:
         """Bytes that the first `pieces` still need."""
         return max(0, -(-pieces // self._step) * self._step * self._piece - self._given)
 
-    def commit(self, pieces: int, fill: Callable[[], None] | None = None) -> None:
-        """Gives memory to the first `pieces`. fill: writes all new pieces, so that they need not be touched before."""
+    def commit(self, pieces: int, fill: Callable[[], None] | None = None, beside: bool = False) -> None:
+        """Gives memory to the first `pieces`. fill: writes all new pieces, so that they need not be touched before. beside:
+        other work goes on meanwhile, so no threads are started that would take turns with Python's."""
         start, count = self._given, self.missing(pieces)
         if not count:
             return
         if self._device is not None:
-            self._lock(start, min(count, len(self._pages) - start), fill)
+            self._lock(start, min(count, len(self._pages) - start), fill, beside)
         elif fill is not None:
             fill()
         self._given += count
@@ -106,7 +107,7 @@ class Region:
         """Records that the first `pieces` are mapped."""
         self._given = max(self._given, pieces * self._piece)
 
-    def _lock(self, start: int, count: int, fill: Callable[[], None] | None) -> None:
+    def _lock(self, start: int, count: int, fill: Callable[[], None] | None, beside: bool) -> None:
         for advice in _ADVICE:
             with suppress(OSError):  # a kernel without huge pages: small ones are slower
                 self._pages.madvise(advice, start, count)
@@ -115,7 +116,7 @@ class Region:
         if fill is not None:
             fill()
         elif not refused():  # once pinning was refused, pages are allocated when they are used
-            _fault_in(slab)
+            _fault_in(slab, beside)
         if not _register(slab, self._registered):
             self.pinned = False
             if fill is None and hasattr(mmap, "MADV_DONTNEED"):
@@ -134,9 +135,12 @@ def _flags() -> dict[str, int]:
     return {"flags": flags | getattr(mmap, "MAP_NORESERVE", _NORESERVE if sys.platform.startswith("linux") else 0)}
 
 
-def _fault_in(slab: Tensor) -> None:
+def _fault_in(slab: Tensor, beside: bool = False) -> None:
     """Touches all pages by several threads, because registering them would allocate them one after another. Own threads,
-    because some servers leave torch only one."""
+    because some servers leave torch only one. beside: by this thread alone, in one call without Python."""
+    if beside:
+        slab[:: mmap.PAGESIZE].zero_()
+        return
     parts = slab.split(_TOUCHED_BYTES)
     with ThreadPoolExecutor(min(_MOST_THREADS, cpu_cores(), len(parts))) as threads:
         list(threads.map(lambda part: part[:: mmap.PAGESIZE].zero_(), parts))

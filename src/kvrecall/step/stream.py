@@ -35,11 +35,12 @@ class HostBlocks:
         """Blocks that begin another page-locked piece; no copy may cross them."""
         self.commit(blocks if given is None else given)
 
-    def commit(self, blocks: int) -> None:
-        """Gives memory to the first `blocks` blocks. Raises ParameterError if a GPU could not read them."""
+    def commit(self, blocks: int, beside: bool = False) -> None:
+        """Gives memory to the first `blocks` blocks; beside: as for `Region.commit`. Raises ParameterError if a GPU could not
+        read them."""
         if self._region.missing(min(blocks, len(self.rows))):
             self.borders.add(self.given)
-            self._region.commit(min(blocks, len(self.rows)))
+            self._region.commit(min(blocks, len(self.rows)), beside=beside)
             self.given = min(blocks, len(self.rows))
         if self._gpu is not None and not self._region.pinned:
             remedy = "Raise the limit of locked memory (`ulimit -l unlimited`)."
@@ -81,7 +82,7 @@ class DeviceBlocks(HostBlocks):
             size = blocks, shape.kv_heads, block_size, 2, shape.head_dim
             self.rows = torch.empty(size, dtype=shape.dtype, device=shape.device)
 
-    def commit(self, blocks: int) -> None:
+    def commit(self, blocks: int, beside: bool = False) -> None:
         """Does nothing: all blocks have memory."""
 
 

@@ -194,7 +194,7 @@ class EngineState:
             if self.plan is None or self.refused is not None or self._given >= min(wanted, self._blocks):
                 return False
             try:
-                self._take(min(self._given + max(1, self.plan.slab // _PIECES), self._blocks))
+                self._take(min(self._given + max(1, self.plan.slab // _PIECES), self._blocks), beside=True)
             except KVRecallError:  # a pass that needs the memory will say so
                 return False
         return True
@@ -210,11 +210,11 @@ class EngineState:
                 self.refused = self._given
                 _log.error("kvrecall: only %d of %d blocks have host memory from now on: %s", self._given, self._blocks, error)
 
-    def _take(self, blocks: int) -> None:
+    def _take(self, blocks: int, beside: bool = False) -> None:
         assert self.plan is not None
         self.plan.check(blocks - min((host.given for host in self._hosts), default=0))
         for host in self._hosts:
-            host.commit(blocks)
+            host.commit(blocks, beside)
         self._given = blocks
         if self._promise is not None:
             with suppress(OSError, SessionError):
