@@ -77,7 +77,7 @@ def of_vllm(args: argparse.Namespace) -> list[dict[str, Any]]:
     evaluation.asker.model.to(torch.device("meta"))  # type: ignore[arg-type] # its memory is vLLM's now
     settings: dict[str, Any] = {"dtype": args.dtype, "max_model_len": args.context, "generation_config": "vllm"}
     if args.command == "kvrecall":
-        own = {"method": NAME, "top_k": args.top_k, **ZONES, "host_memory": "4GiB"}
+        own = {"method": NAME, "top_k": args.top_k, **ZONES, "host_memory": "4GiB", "full_attention_threshold": 0}
         settings |= {"attention_config": {"backend": "CUSTOM"}, "additional_config": {"kvrecall": own}}
         settings |= {"block_size": 128}
     llm: Any = LLM(model=str(args.model), enforce_eager=True, max_num_seqs=8, seed=0, **settings)

@@ -86,6 +86,9 @@ class Server:
         return False
 
 
+SETTINGS = "top_k=4096", "sink_tokens=16", "local_tokens=64", "full_attention_threshold=0"
+
+
 @pytest.fixture(scope="module")
 def server(home: Path) -> Iterator[Server]:  # noqa: F811
     word_tokenizer(512).save_pretrained(home / "tiny")
@@ -93,7 +96,7 @@ def server(home: Path) -> Iterator[Server]:  # noqa: F811
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     ours = ["--engine", "vllm", "--port", port, "--context", "2k", "--dtype", "float32"]
-    ours += [text for one in ("top_k=4096", "sink_tokens=16", "local_tokens=64") for text in ("--set", one)]
+    ours += [text for one in SETTINGS for text in ("--set", one)]
     theirs = ["--enforce-eager", "--max-num-seqs", 8, "--max-num-batched-tokens", 256, "--block-size", 128]
     theirs += ["--served-model-name", "tiny"]
     command = [sys.executable, "-c", CODE, "serve", home / "tiny", *ours, "--", *theirs]
