@@ -303,8 +303,11 @@ def test_a_step_and_prompts_over_blocks_of_vllm(
     whole = Pass(2, [Chunk(2, slice(2, 9), 5)], plan, decoded, blocks, torch.zeros(9).long(), {})
     layer.store(keys, keys, whole, window)
     layer.decode(queries, keys, keys, whole, window, torch.zeros_like(queries))
+    layer.decode(queries, keys, keys, whole, replace(window, attend=lambda *_: None), torch.zeros_like(queries))
+    layer.aside.join()
     names = {kernel.__name__ for kernel, *_ in launches.values()}
-    own = {"plan_kernel", "store_kernel", "run_kernel", "window_kernel", "paged_step_kernel", "merge_kernel"}
+    own = {"plan_kernel", "store_kernel", "host_kernel", "run_kernel", "window_kernel", "paged_step_kernel", "merge_kernel"}
+    own |= {"recent_kernel", "keep_kernel"}
     own |= {"mean_kernel", "page_means_kernel"} if estimate else set()
     shared = {"encode_kernel", "rotate_kernel", "binary_kernel" if capability < 100 else "product_kernel", "compact_kernel",
               "rerank_kernel", "top_kernel"}  # fmt: skip

@@ -87,7 +87,7 @@ def test_drafts_take_scratch_and_window() -> None:
         plan_vllm(LLAMA_8B, GIVEN, context_tokens=131072, batch=32, page_bytes=100 << 30, num_speculative_tokens=n)
         for n in (0, 3)
     )
-    assert none.needed_blocks == 1 + 128 + 3 * 9 and some.needed_blocks == 1 + 128 + 2 * 10
+    assert none.needed_blocks == 1 + 128 + 16 + 2 * 9 and some.needed_blocks == 1 + 128 + 17 + 10
     kept = 32 * 8 * 2 * 128 * 2  # rows of all layers
     assert some.scratch_bytes - none.scratch_bytes >= kept * (16 * (64 + 2 * 4 * 100) - 32 * (64 + 2 * 100))
     assert (some.blocks, some.host_bytes, some.num_speculative_tokens) == (none.blocks, none.host_bytes, 3)

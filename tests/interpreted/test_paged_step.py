@@ -217,6 +217,23 @@ def test_short_sequences_attend_to_all_tokens_and_long_ones_search(given: dict, 
     assert not device.layer.bad.any()
 
 
+@pytest.mark.parametrize("steps", [2, 3])
+def test_a_first_search_finds_no_rows_of_who_had_its_place_before(steps: int) -> None:
+    """A long sequence searches in a row of the batch; a short one comes, and grows long behind passes without searches. Rows
+    are kept in two halves in turn, so the number of steps matters."""
+    given = GIVEN[0] | {"full_attention_threshold": 90}
+    before, text = tokens(300, 2), tokens(120, 1)
+    device, alone = Device(given, top_k=12, library=True), Device(given, top_k=12)
+    device.feed({2: cut(before, 0, 100)})
+    for at in range(100, 100 + steps):
+        device.feed({2: cut(before, at, at + 1)})
+    device.leave(2)
+    for start, stop in ((0, 84), *((at, at + 1) for at in range(84, 100))):
+        new = {1: cut(text, start, stop)}
+        close(device.feed(new)[1], alone.feed(new)[1])
+    assert device.whole_passes == 5
+
+
 def test_prompts_that_begin_are_attended_to_at_once() -> None:
     """Beside one that goes on, and a sequence that decodes; a chunk that goes on parts those that begin."""
     texts, device = {n: tokens(200, n) for n in range(5)}, Device(GIVEN[0], top_k=512, library=True)

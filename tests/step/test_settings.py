@@ -13,7 +13,7 @@ from kvrecall.index.page_means import PageMeans
 from kvrecall.methods import registry
 from kvrecall.methods.base import AnyTrigger, Method
 from kvrecall.methods.registry import names, register
-from kvrecall.step.settings import LOCAL_TOKENS, Settings, served
+from kvrecall.step.settings import LOCAL_TOKENS, WHOLE_TOKENS, Settings, served
 from kvrecall.trigger import EveryStep, FixedStride
 
 
@@ -128,7 +128,8 @@ def test_what_has_no_kernel_is_refused_for_a_gpu(given: Any, said: str) -> None:
 def test_a_setting_that_switches_on_an_unserved_part_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
     register("sometimes", __name__, "Sometimes")
-    assert "sometimes" in served() and Settings.of({"kvrecall": {"method": "sometimes"}}).method == Sometimes(local_tokens=1024)
+    defaults = Sometimes(local_tokens=LOCAL_TOKENS, full_attention_threshold=WHOLE_TOKENS)
+    assert "sometimes" in served() and Settings.of({"kvrecall": {"method": "sometimes"}}).method == defaults
     with pytest.raises(KVRecallError, match=r"sometimes.*every step searches"):
         Settings.of({"kvrecall": {"method": "sometimes", "every": 8}})
 

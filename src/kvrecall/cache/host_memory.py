@@ -14,7 +14,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from math import gcd, prod
 from pathlib import Path
 from typing import Any
@@ -117,7 +117,10 @@ class Region:
             fill()
         elif not refused():  # once pinning was refused, pages are allocated when they are used
             _fault_in(slab, beside)
-        if not _register(slab, self._registered):
+        index = None if self._device is None else self._device.index
+        with nullcontext() if index is None else torch.cuda.device(index):  # a thread begins with the first GPU
+            registered = _register(slab, self._registered)
+        if not registered:
             self.pinned = False
             if fill is None and hasattr(mmap, "MADV_DONTNEED"):
                 with suppress(OSError):  # then they stay allocated

@@ -24,27 +24,25 @@ class Aside:
         self._device = device
         self._streams: list[torch.cuda.Stream] = []
         self._used = False
-        self._ended: deque[torch.cuda.Event] = deque()
+        self._ended: deque[tuple[torch.cuda.Event, tuple[torch.Tensor, ...]]] = deque()
         self._later: list[Callable[[], None]] = []
 
     @contextmanager
     def launched(self, *held: torch.Tensor) -> Iterator[None]:
         """What is launched here runs beside what the current stream is given later. held: memory of torch's allocator that it
-        reads. What the current stream is given later waits for what was launched `BEHIND` times before, so that little is held.
-        """
+        reads, kept until the current stream waits for it: before the work `BEHIND` launches later, or at the end."""
         if self._device.type != "cuda":
             yield
             return
         stream, here = self._stream(0), torch.cuda.current_stream(self._device)
         if len(self._ended) >= BEHIND:
-            here.wait_event(self._ended.popleft())
+            here.wait_event(self._ended.popleft()[0])  # what was held then is free for the work behind this
         stream.wait_stream(here)
         with torch.cuda.stream(stream):
             yield
-        for tensor in held:
-            tensor.record_stream(stream)
-        self._ended.append(torch.cuda.Event())
-        self._ended[-1].record(stream)
+        ended = torch.cuda.Event()
+        ended.record(stream)
+        self._ended.append((ended, held))
         self._used = True
 
     def later(self, work: Callable[[], None]) -> None:

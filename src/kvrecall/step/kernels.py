@@ -79,7 +79,8 @@ def plan_kernel(
     tl.store(p_tag + 4, now)
 
     keeps = (i_b + 1) * TOKENS <= KEPT
-    then = tl.where(same & keeps, (1 - now) * KEPT + i_b * TOKENS + accepted - 1, 2 * KEPT)
+    kept = same & keeps & (window_start(past, LOCAL, WHOLE) > SINKS)  # the last accepted token searched
+    then = tl.where(kept, (1 - now) * KEPT + i_b * TOKENS + accepted - 1, 2 * KEPT)
     sinks = tl.where(same & keeps, tl.minimum(window_start(tagged + 1, LOCAL, WHOLE), SINKS), 0)
     searches_all, among_all, found_all = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
     for i_t in range(tl.where(decodes, count, 0)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -76,3 +77,17 @@ def test_blocks_that_a_pass_hands_out_empty_to_other_backends() -> None:
     told = SimpleNamespace(scheduled_new_reqs=new, scheduled_cached_reqs=cached)
     assert handed_out_empty(told, {0: 16, 2: 32}) == [9, 22, 4, 23, 10, 12]
     assert handed_out_empty(told, {}) == []
+
+
+def test_a_pass_s_last_token_has_the_pages_that_it_attends_to() -> None:
+    """At the threshold the window becomes shorter by pages: the last token before it still needs all."""
+    pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
+    from kvrecall.backends.vllm.window_pages import WindowManager
+
+    manager: Any = WindowManager.__new__(WindowManager)
+    manager.sliding_window, manager.block_size = 1024, 128
+    for ahead in (0, 4):
+        manager.kv_cache_spec = SimpleNamespace(whole=2050, ahead=ahead)
+        assert manager._unneeded(2049 + ahead) == 0
+        assert manager._unneeded(2050 + ahead) == (2050 - 1024) // 128
+    assert manager._unneeded(1) == 0

@@ -123,7 +123,8 @@ class EngineState:
     @cached_property
     def whole(self) -> WholePasses:
         """What is known of passes without searches; the same object for all layers."""
-        return WholePasses(whole_below(self.settings.method), self.most, self.longest)
+        recorded = self._config.compilation_config.max_cudagraph_capture_size or 0
+        return WholePasses(whole_below(self.settings.method), self.most, self.longest, recorded)
 
     def host_blocks(self, blocks: int, shape: LayerShape, block_size: int) -> HostBlocks:
         """Memory for the rows of a layer. Raises ParameterError for rows on the device that vLLM has not counted."""

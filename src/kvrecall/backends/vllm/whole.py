@@ -35,12 +35,16 @@ Causal = Callable[[Tensor, Tensor, Tensor, Tensor, int, AttentionParams, Tensor]
 
 @dataclass
 class WholePasses:
-    """What an engine knows of passes without searches. below: sequences of fewer tokens do not search. most: rows of a batch.
-    longest: tokens of a sequence. possible: whether FlashAttention attends in them. now: whether the pass is one."""
+    """What an engine knows of passes without searches.
+
+    below: sequences of fewer tokens do not search. most: rows of a batch. longest: tokens of a sequence. recorded: most tokens
+    of a recorded pass. possible: whether FlashAttention attends in them. now: whether the pass is one.
+    """
 
     below: int
     most: int
     longest: int
+    recorded: int
     possible: bool = False
     now: bool = False
 
@@ -62,16 +66,16 @@ class FlashAttention:
         self._library: Any = fa_utils
         self._version = fa_utils.get_flash_attn_version(head_size=shape.head_dim)
         self._shape, self._page, self._longest = shape, page_tokens, min(passes.below, passes.longest)
-        self._plan = None
+        self._plan, self._recorded = None, passes.recorded
         if self._version == 3:
             numbers = 1 + _NUMBERS * _NUMBERS * cdiv(passes.most, _NUMBERS)
             self._plan = torch.zeros(numbers, dtype=torch.int32, device=shape.device)
 
-    def attend(self, begins: Tensor, lengths: Tensor, pages: Tensor, most_new: int) -> Attend:
-        """The attention of one pass. begins int32 `[b + 1]`: first token of each sequence in it. lengths int32 `[b]`. pages
-        int32 `[b, W]`: of the window. most_new: most tokens of a sequence in the pass."""
+    def attend(self, begins: Tensor, lengths: Tensor, pages: Tensor, most_new: int, tokens: int) -> Attend:
+        """The attention of one pass of so many tokens. begins int32 `[b + 1]`: first token of each sequence in it. lengths
+        int32 `[b]`. pages int32 `[b, W]`: of the window. most_new: most tokens of a sequence in the pass."""
         splits, plan, shape = 0, None, self._shape
-        if self._plan is not None:
+        if self._plan is not None and tokens <= self._recorded:  # others need no bound, and would take its memory
             splits = _SPLITS
             made = self._library.get_scheduler_metadata(
                 batch_size=len(lengths), max_seqlen_q=most_new, max_seqlen_k=self._longest, num_heads_q=shape.query_heads,

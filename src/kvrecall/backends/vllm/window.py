@@ -56,7 +56,7 @@ class WindowBuilder(AttentionMetadataBuilder[WindowMetadata]):
             return WindowMetadata(blocks, told.slot_mapping)
         self._flash = self._flash or FlashAttention(self._shape, self.kv_cache_spec.block_size, self._passes)
         if self._passes.now:
-            attend = self._flash.attend(told.query_start_loc, told.seq_lens, blocks, told.max_query_len)
+            attend = self._flash.attend(told.query_start_loc, told.seq_lens, blocks, told.max_query_len, told.num_actual_tokens)
         return WindowMetadata(blocks, told.slot_mapping, attend, self._flash.causal)
 
 

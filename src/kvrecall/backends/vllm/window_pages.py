@@ -87,8 +87,8 @@ class WindowManager(SlidingWindowManager):
         self.block_pool.free_blocks(freed)
 
     def _unneeded(self, num_tokens: int) -> int:
-        """How many first pages no later token attends to."""
-        return self.get_num_skipped_tokens(num_tokens - self.kv_cache_spec.ahead) // self.block_size
+        """How many first pages neither the last of `num_tokens` tokens nor a later one attends to."""
+        return self.get_num_skipped_tokens(num_tokens - 1 - self.kv_cache_spec.ahead) // self.block_size
 
 
 @dataclass(frozen=True, kw_only=True)
