@@ -10,6 +10,7 @@ summaries, because both groups share one pool.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -45,19 +46,25 @@ class WindowBuilder(AttentionMetadataBuilder[WindowMetadata]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.reorder_batch_threshold = 1 + drafts_of(vllm_config)  # decoding sequences come first in a batch
-        layer: WindowLayer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
-        self._shape, self._passes = layer.shape, layer.passes
-        self._flash: FlashAttention | None = None
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> WindowMetadata:
         told, attend = common_attn_metadata, None
         blocks = told.block_table_tensor
-        if not self._passes.possible:
+        passes = self._layer.passes
+        if not passes.possible:
             return WindowMetadata(blocks, told.slot_mapping)
-        self._flash = self._flash or FlashAttention(self._shape, self.kv_cache_spec.block_size, self._passes)
-        if self._passes.now:
+        if passes.now:
             attend = self._flash.attend(told.query_start_loc, told.seq_lens, blocks, told.max_query_len, told.num_actual_tokens)
         return WindowMetadata(blocks, told.slot_mapping, attend, self._flash.causal)
+
+    @cached_property
+    def _layer(self) -> WindowLayer:
+        """One of the layers that the metadata is for; they are alike."""
+        return self.vllm_config.compilation_config.static_forward_context[self.layer_names[0]]
+
+    @cached_property
+    def _flash(self) -> FlashAttention:
+        return FlashAttention(self._layer.shape, self.kv_cache_spec.block_size, self._layer.passes)
 
 
 class WindowBackend(AttentionBackend):
