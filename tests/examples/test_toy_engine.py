@@ -10,7 +10,7 @@ import torch
 from examples.toy_engine import DIM, HEADS, KV_HEADS, LAYERS, VOCABULARY, ToyEngine, ToyModel
 from kvrecall.core.errors import CompositionError
 
-SMALL: dict[str, Any] = {"sink_tokens": 4, "local_tokens": 24}
+SMALL: dict[str, Any] = {"sink_tokens": 4, "local_tokens": 24, "full_attention_threshold": 0}
 METHODS = [
     {"method": "exact"},
     {"method": "exact", "estimate": "page-means:page_tokens=16"},
