@@ -60,7 +60,7 @@ def test_prompts_in_chunks_and_steps_that_find_everything_are_dense(given: dict,
 def test_decoded_tokens_reach_the_host_before_they_leave_the_window() -> None:
     """In runs, which end at blocks, too; after a prompt that ends within one."""
     device = Device(GIVEN[0], top_k=512)
-    local, text, first = device.layer.scratch.local, tokens(300, 1), 250
+    local, text, first = paged.SMALL["local_tokens"], tokens(300, 1), 250
     device.feed({0: cut(text, 0, first)})
     device.host.rows[device.tables[0][first // SIZE], :, first % SIZE :] = float("nan")
     for at in range(first, 300):

@@ -162,7 +162,7 @@ class Scratch:
     def __init__(self, method: Method, index: PagedKernels, shape: LayerShape, longest: int) -> None:
         """longest: tokens of a sequence. For settings that `Settings.check_gpu` accepts."""
         assert method.top_k is not None
-        self.sinks, self.local, self.top_k = method.sink_tokens, method.local_tokens, method.top_k
+        self.sinks, self.top_k = method.sink_tokens, method.top_k
         self.index, self.together, self.means = index, index.together, method.estimate_config()
         self.mean_tokens = 1 if self.means is None else self.means.page_tokens
         self.parts = own = Parts.of(method)
@@ -297,7 +297,7 @@ class DeviceLayer:
             BLOCK=self._host.block_size, D=dim, BD=next_power_of_2(dim), G=shape.query_heads // shape.kv_heads,
             R=scratch.parts.rows, W=DENSE_ROWS, BK=next_power_of_2(scratch.top_k), CHOSEN=scratch.parts.chosen, PIECES=pieces,
             SINK_PARTS=scratch.parts.sinks, MEANED=meaned, SEARCH=SEARCH_FIELDS, STRIDE=ROW, CAP=params.softcap != 0,
-            REUSE=own.start < self._kept_tokens, TOKENS=self._tokens, SUMMARISE=summarise, num_warps=4,
+            REUSE=own.start < self._kept_tokens, SUMMARISE=summarise, num_warps=4,
             **overlapping(shape.device),
         )  # fmt: skip
 

@@ -330,7 +330,7 @@ def paged_step_kernel(
     EVERY, PHASE,
     BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
     BK: tl.constexpr, CHOSEN: tl.constexpr, PIECES: tl.constexpr, SINK_PARTS: tl.constexpr, MEANED: tl.constexpr,
-    SEARCH: tl.constexpr, STRIDE: tl.constexpr, CAP: tl.constexpr, REUSE: tl.constexpr, TOKENS: tl.constexpr,
+    SEARCH: tl.constexpr, STRIDE: tl.constexpr, CAP: tl.constexpr, REUSE: tl.constexpr,
     SUMMARISE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (token and KV head, part), PROGRAMS of each pair: CHOSEN parts of R selected rows, PIECES that summarise and keep
@@ -338,9 +338,9 @@ def paged_step_kernel(
     fill the later ones of the parts of the merge.
 
     queries: token b begins at element b * Q_TOKEN. fresh, plan, ids `[·, K]`, the selections, kept.read and parts begin with
-    this launch's first token; TOKENS: most of one sequence, which lie side by side. held, window and kept are those of the
-    layer. The first PIECES - MEANED - 1 pieces call SUMMARISE with `summary`, as `cache.paged_rows.summarise_nothing`. With
-    MEANED, a piece computes the mean of a page that ends with the new token. Only with REUSE rows of the step before are read.
+    this launch's first token; those of one sequence lie side by side. held, window and kept are those of the layer. The first
+    PIECES - MEANED - 1 pieces call SUMMARISE with `summary`, as `cache.paged_rows.summarise_nothing`. With MEANED, a piece
+    computes the mean of a page that ends with the new token. Only with REUSE rows of the step before are read.
 
     The new token, and those of its sequence before it in the pass, are attended to where the model put them. It is stored in
     the window's pages, and with the last token of a run (`run_start`) the rows of the run go to the host: many small writes to

@@ -79,8 +79,8 @@ def parameters(method: Any) -> list[tuple[str, Any]]:
 
 
 READ: dict[str, list[str]] = {
-    "vllm.v1.attention.backend.CommonAttentionMetadata": [field.name for field in fields(FakeMetadata)],
-    "vllm.v1.core.sched.output.SchedulerOutput": ["scheduled_new_reqs", "scheduled_cached_reqs"],
+    "vllm.v1.attention.backend.CommonAttentionMetadata": [*(field.name for field in fields(FakeMetadata)), "num_actual_tokens"],
+    "vllm.v1.core.sched.output.SchedulerOutput": ["scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens"],
     "vllm.v1.core.sched.output.NewRequestData": ["block_ids", "num_computed_tokens"],
     "vllm.v1.core.sched.output.CachedRequestData": ["req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens"],
     "vllm.v1.kv_cache_interface.SlidingWindowSpec": ["sliding_window", "page_size_padded", "block_size", "num_kv_heads"],
@@ -95,7 +95,7 @@ READ: dict[str, list[str]] = {
     ],
     "vllm.config.ParallelConfig": ["world_size", "worker_cls", "data_parallel_index"],
     "vllm.config.CacheConfig": ["cache_dtype", "block_size", "num_gpu_blocks_override"],
-    "vllm.config.CompilationConfig": ["static_forward_context"],
+    "vllm.config.CompilationConfig": ["static_forward_context", "max_cudagraph_capture_size"],
     "vllm.config.AttentionConfig": ["backend"],
     "vllm.v1.worker.gpu_worker.Worker": ["get_kv_cache_spec", "execute_model", "sample_tokens", "load_model"],
     "vllm.v1.worker.gpu.model_runner.GPUModelRunner": ["get_model", "execute_model", "profile_run"],

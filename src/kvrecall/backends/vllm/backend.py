@@ -269,6 +269,8 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
             self._run(query, key, value, self._own.kv_cache, metadata, recent, output)
             if self._engine.whole.possible and max(trial.counts) <= 1 + limits.drafts:  # its kernels, without the library's
                 self._run(query, key, value, self._own.kv_cache, metadata, replace(recent, attend=nothing), output)
+            if isinstance(self._layer, DeviceLayer):
+                self._layer.aside.join()  # nothing is left for a pass that is recorded
         return len(passes)
 
     @property

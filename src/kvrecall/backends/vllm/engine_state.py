@@ -178,7 +178,7 @@ class EngineState:
             return
         if self._given < min(blocks, self._blocks):
             with self._growing:
-                self._commit(blocks, self.plan.slab)
+                self._commit(blocks, self.plan)
         if self._ahead is not None:
             self._ahead.want(min(blocks + self._burst, self._blocks))
 
@@ -200,10 +200,10 @@ class EngineState:
                 return False
         return True
 
-    def _commit(self, blocks: int, slab: int) -> None:
+    def _commit(self, blocks: int, plan: HostPlan) -> None:
         while self.refused is None and self._given < min(blocks, self._blocks):
             try:
-                self._take(min((self._given // slab + 1) * slab, self._blocks))
+                self._take(min((self._given // plan.slab + 1) * plan.slab, self._blocks))
             except KVRecallError as error:
                 if not self._warm or self._promise is None or not can_refuse(self._config):
                     raise
