@@ -143,6 +143,8 @@ def engine(args: argparse.Namespace, longest: int) -> Any:
     }  # fmt: skip
     if args.cache_gib:
         settings["kv_cache_memory_bytes"] = int(args.cache_gib * 2**30)
+    if args.engine == "stock":
+        settings["kv_cache_dtype"] = args.cache_dtype
     if args.engine == "kvrecall":
         own = {"method": "pariskv-balanced", **json.loads(args.kvrecall)}
         settings |= {"attention_backend": "CUSTOM", "block_size": args.block_size, "additional_config": {"kvrecall": own}}
@@ -221,6 +223,8 @@ class Bench:
                 reused = 1 - done["fetched_rows"] / done["selected_rows"]
             if done["searches"] != searches:
                 note = f"{note} searches: {done['searches']} of {searches};".strip()
+        if self.args.engine == "stock" and self.args.cache_dtype != "auto":
+            note = f"{note} {self.args.cache_dtype} keys and values;".strip()
         if self.args.alike:
             note = f"{note} embeddings at a cosine of {self.args.alike:g};".strip()
         if short:
@@ -338,6 +342,8 @@ def wait_for(path: Path | None, ready: Path | None) -> None:
 
 
 def main() -> None:
+    from kvrecall.step.settings import BLOCK_TOKENS
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=("stock", "kvrecall"), required=True)
     parser.add_argument("--name", default="8b", help="of the model's folder; engines that run at once need different ones")
@@ -354,9 +360,10 @@ def main() -> None:
     parser.add_argument("--cache-gib", type=float, default=0, help="device memory for pages; a share of it if left out")
     parser.add_argument("--utilization", type=float, default=0.9, help="that share, with everything else in it")
     parser.add_argument("--kvrecall", default="{}", help="settings of our backend, as JSON")
-    parser.add_argument("--block-size", type=int, default=1024, help="tokens of a block of our backend")
-    parser.add_argument("--window-blocks", type=int, default=10, help="of ours, that the window of a sequence takes")
-    parser.add_argument("--passing-blocks", type=int, default=40, help="of ours, for windows of prompts on their way")
+    parser.add_argument("--block-size", type=int, default=BLOCK_TOKENS, help="tokens of a block of our backend")
+    parser.add_argument("--window-blocks", type=int, default=66, help="of ours, that the window of a long sequence takes")
+    parser.add_argument("--passing-blocks", type=int, default=700, help="of ours, for windows of prompts on their way")
+    parser.add_argument("--cache-dtype", default="auto", help="of keys and values with vLLM's own backend: fp8")
     parser.add_argument("--answers", type=Path, help="file for tokens behind prompts, to compare engines and numbers of ranks")
     parser.add_argument("--answers-at", default="1024", help="lengths of these prompts")
     parser.add_argument(

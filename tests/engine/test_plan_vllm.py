@@ -23,20 +23,25 @@ GIVEN = {"method": "pariskv-balanced", "host_memory": "214GiB"}
 
 
 def test_llama_8b_at_128k() -> None:
-    """Rows of 128 KiB per token, pages of 81 + 8 bytes per token and KV head, a window of 1,024 tokens in pages of 128."""
+    """Rows of 128 KiB per token, pages of 81 + 8 bytes per token and KV head, a window of 1,024 tokens in pages of 16. Only
+    summaries have rows on the host."""
     told = plan_vllm(LLAMA_8B, GIVEN, context_tokens=131072, batch=12, page_bytes=100 << 30)
     assert (told.host_bytes_per_token, told.summary_bytes_per_token) == (128 << 10, 89 * 8 * 32)
-    assert (told.window_page_tokens, told.block_host_bytes) == (128, 128 << 20)
-    assert (told.host_blocks, told.blocks, told.admitted_tokens) == (1712, 1712, 1712 * 1024)
-    assert told.host_bytes == 12 * (128 + 9) * (128 << 20) and told.sequences == 12
-    assert told.needed_blocks == 1 + 128 + 16 + 2 * 9 and told.fits, "all of a short sequence, then two windows in flight"
+    assert (told.window_page_tokens, told.block_host_bytes) == (16, 16 << 20)
+    assert (told.host_blocks, told.blocks, told.admitted_tokens) == (13696, 13696, 13696 * 128)
+    assert told.host_bytes == 12 * 1024 * (16 << 20) and told.sequences == 13
+    assert told.device_bytes == 12 * (1024 + 65) * told.block_bytes
+    assert told.needed_blocks == 1 + 1024 + 512 + 2 * 65 and told.fits, "all of a short sequence, then two windows in flight"
     assert told.weight_bytes == pytest.approx(11.87e9, rel=0.01)  # 5.93 billion numbers: the vocabulary is small
-    assert not plan_vllm(LLAMA_8B, GIVEN, context_tokens=131072, batch=13, page_bytes=100 << 30).fits
+    assert not plan_vllm(LLAMA_8B, GIVEN, context_tokens=131072, batch=14, page_bytes=100 << 30).fits
 
 
 def test_the_lesser_of_device_and_host_counts() -> None:
     device = plan_vllm(LLAMA_8B, GIVEN, context_tokens=65536, page_bytes=10 << 30)
-    assert device.blocks == device.device_blocks == (10 << 30) // device.block_bytes < device.host_blocks
+    assert device.device_blocks == (10 << 30) // device.block_bytes < device.host_blocks
+    assert device.blocks == device.device_blocks - (512 + 2 * 65), "one sequence's window at least"
+    many = plan_vllm(LLAMA_8B, GIVEN, context_tokens=65536, page_bytes=30 << 30)
+    assert many.device_blocks is not None and many.blocks == many.device_blocks - many.device_blocks // 8 < many.host_blocks
     nothing = plan_vllm(LLAMA_8B, GIVEN, context_tokens=65536)
     if not torch.cuda.is_available():
         assert nothing.device_blocks is None and nothing.blocks == nothing.host_blocks
@@ -87,7 +92,7 @@ def test_drafts_take_scratch_and_window() -> None:
         plan_vllm(LLAMA_8B, GIVEN, context_tokens=131072, batch=32, page_bytes=100 << 30, num_speculative_tokens=n)
         for n in (0, 3)
     )
-    assert none.needed_blocks == 1 + 128 + 16 + 2 * 9 and some.needed_blocks == 1 + 128 + 17 + 10
+    assert none.needed_blocks == 1 + 1024 + 512 + 2 * 65 and some.needed_blocks == 1 + 1024 + 513 + 66
     kept = 32 * 8 * 2 * 128 * 2  # rows of all layers
     assert some.scratch_bytes - none.scratch_bytes >= kept * (16 * (64 + 2 * 4 * 100) - 32 * (64 + 2 * 100))
     assert (some.blocks, some.host_bytes, some.num_speculative_tokens) == (none.blocks, none.host_bytes, 3)

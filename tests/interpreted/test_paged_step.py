@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.step.counts import Counts, forget
-from kvrecall.step.device import Chunk, Pass, Window, first_rows
+from kvrecall.step.device import Chunk, Pass, Run, Window
 from kvrecall.step.warmup import FakeMetadata, Layout, Limits, trials
 from tests.step import test_paged as paged
 from tests.step.on_device import MOST, PAGE, Device
@@ -210,7 +210,7 @@ def test_short_sequences_attend_to_all_tokens_and_long_ones_search(given: dict, 
     both(s1=1, s2=1 + drafts)
     both(s2=1, s1=1)
     both(s1=1)
-    assert device.whole_passes == 4
+    assert device.whole_passes == 5
     while at[1] < below + 8:
         both(s1=1 + drafts)
     both(s1=1, s2=1)
@@ -234,9 +234,14 @@ def test_a_first_search_finds_no_rows_of_who_had_its_place_before(steps: int) ->
     assert device.whole_passes == 5
 
 
-def test_prompts_that_begin_are_attended_to_at_once() -> None:
-    """Beside one that goes on, and a sequence that decodes; a chunk that goes on parts those that begin."""
-    texts, device = {n: tokens(200, n) for n in range(5)}, Device(GIVEN[0], top_k=512, library=True)
+@pytest.mark.parametrize(
+    ("below", "reads", "passes"), [(0, [], 0), (200, [(1, 40)], 1)], ids=["streamed", "in the window"]
+)
+def test_prompts_that_begin_are_attended_to_at_once(below: int, reads: list[tuple[int, int]], passes: int) -> None:
+    """Beside one that goes on, and a sequence that decodes; a chunk that goes on parts those that begin. A library attends to
+    it and to the decoded token if both are short."""
+    given = GIVEN[0] | {"full_attention_threshold": below}
+    texts, device = {n: tokens(200, n) for n in range(5)}, Device(given, top_k=512, library=True)
     device.feed({0: cut(texts[0], 0, 50)})
     device.feed({1: cut(texts[1], 0, 70)})
     new = {0: (50, 51), 2: (0, 30), 3: (0, 90), 1: (70, 110)}
@@ -244,16 +249,21 @@ def test_prompts_that_begin_are_attended_to_at_once() -> None:
     for n, (start, stop) in new.items():
         close(found[n][-1], dense(texts[n], stop - 1))
         close(found[n][0], dense(texts[n], start))
-    assert device.runs == [(1, 50), (1, 70), (2, 90)]
+    assert device.runs == [(1, 50), (1, 70), (2, 90)] and device.reads == reads and device.whole_passes == passes
     after = device.feed({n: cut(texts[n], stop, stop + 1) for n, (_, stop) in new.items()})
     for n, (_, stop) in new.items():
         close(after[n][0], dense(texts[n], stop))
 
 
 def test_runs_of_prompts_that_begin() -> None:
-    chunks = [Chunk(row, slice(0, 1), past) for row, past in ((2, 0), (3, 0), (4, 7), (5, 0), (8, 0), (9, 0))]
-    assert first_rows(chunks) == [(2, 4), (5, 6), (8, 10)]
-    assert first_rows([]) == first_rows(chunks[2:3]) == []
+    begins = torch.tensor([0, 1, 2, 5, 9, 12, 13, 13, 13, 15, 20])
+    chunks = [Chunk(row, slice(int(begins[row]), int(begins[row + 1])), 0) for row in (2, 3, 5, 8, 9)]
+    found = [(run.rows, run.tokens, run.begins.tolist(), run.longest) for run in Run.beside(chunks, begins)]
+    assert found == [
+        (slice(2, 4), slice(2, 9), [0, 3, 7], 4), (slice(5, 6), slice(12, 13), [0, 1], 1),
+        (slice(8, 10), slice(13, 20), [0, 2, 7], 5),
+    ]  # fmt: skip
+    assert Run.beside([], begins) == []
 
 
 def test_a_library_s_pass_sees_what_is_not_finite() -> None:

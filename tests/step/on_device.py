@@ -13,7 +13,7 @@ from torch import Tensor
 from kvrecall.attend import attend_causal
 from kvrecall.attend.reference import attend_rows
 from kvrecall.core.structs import AttentionParams, Rows
-from kvrecall.step.device import Chunk, DeviceLayer, Pass, Run, Window, first_rows
+from kvrecall.step.device import Chunk, DeviceLayer, Pass, Run, Window
 from kvrecall.step.plan import PassPlan
 from kvrecall.step.settings import Settings, whole_below
 from kvrecall.step.stream import DeviceBlocks, HostBlocks
@@ -40,8 +40,8 @@ def attend_pages(
 @dataclass
 class Device:
     """A layer, and the scheduler's part of the work. Rows of a pass are in the order that is given. library: a pass without
-    searches has the attention of a library, and prompts that begin. whole_passes: how many had. runs: prompts that were
-    attended to at once, and the tokens of their longest chunk."""
+    searches has the attention of a library, and prompts that begin or are short. whole_passes: how many had. runs, reads:
+    prompts that began and went on, which were attended to at once, and the tokens of their longest chunk."""
 
     given: dict
     top_k: int
@@ -55,6 +55,7 @@ class Device:
     lengths: dict[int, int] = field(default_factory=dict)
     whole_passes: int = 0
     runs: list[tuple[int, int]] = field(default_factory=list)
+    reads: list[tuple[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         method = method_of(self.given, top_k=self.top_k)
@@ -115,11 +116,16 @@ class Device:
         )
         out, window = torch.full_like(q, float("nan")), Window(self.pages, recent, torch.tensor(near, device=self.on))
         if self.library:
-            asked = replace(asked, runs=[Run.of(a, b, begins, torch.tensor(begins)) for a, b in first_rows(chunks)])
-            window = replace(window, causal=self._causal)
-        if self.library and not chunks and max(lengths) < self._below:
+            asked = replace(asked, runs=Run.beside((c for c in chunks if not c.past), torch.tensor(begins)))
+            short = Run.beside((c for c in chunks if c.past and c.among < self._below), torch.tensor(begins))
+            reads = [
+                (run.tokens, partial(attend_pages, run.begins.tolist(), lengths[run.rows], recent[run.rows])) for run in short
+            ]
+            self.reads += [(run.rows.stop - run.rows.start, run.longest) for run in short]
+            window = replace(window, causal=self._causal, reads=reads, whole=self._below)
+        if self.library and decodes and max(lengths[:decodes]) < self._below:
             self.whole_passes += 1
-            window = replace(window, attend=partial(attend_pages, begins, lengths, recent))
+            window = replace(window, attend=partial(attend_pages, begins[: decodes + 1], lengths, recent))
         if recorded:
             out = self._replay(q, k, v, asked, window)
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvrecall.step.refill import refill
+from kvrecall.step.refill import refill, unfilled
 from kvrecall.step.stream import HostBlocks
 from tests.step.test_paged import HEADS, SHAPE, SIZE
 
@@ -17,7 +17,8 @@ def test_pages_hold_the_rows_of_their_blocks(start: int, stop: int) -> None:
     host = HostBlocks(8, SHAPE, SIZE)
     host.rows.copy_(torch.randn(host.rows.shape))
     rows = torch.full((12, HEADS, PAGE, 2 * SHAPE.head_dim), float("nan"))
-    refill(rows, PAGES, host, BLOCKS, start, stop)
+    places = unfilled(PAGES, BLOCKS, PAGE, SIZE, start, stop)
+    refill(rows, torch.tensor(places, dtype=torch.int32).view(-1, 3), host)
     whole = host.rows[BLOCKS].transpose(0, 1).flatten(1, 2).flatten(-2)  # [H_kv, n, 2 D]
     written = {PAGES[at // PAGE] for at in range(start, stop)} - {0}
     for page in range(12):
@@ -26,3 +27,8 @@ def test_pages_hold_the_rows_of_their_blocks(start: int, stop: int) -> None:
             assert torch.equal(rows[page], whole[:, at : at + PAGE])
         else:
             assert rows[page].isnan().all()
+
+
+def test_only_pages_that_are_told_are_filled() -> None:
+    assert unfilled(PAGES, BLOCKS, PAGE, SIZE, 50, 144, [4, 5, 8]) == [(4, 2, 16), (8, 7, 0)]
+    assert unfilled(PAGES, BLOCKS, PAGE, SIZE, 50, 144, []) == []

@@ -92,7 +92,7 @@ def test_other_methods_are_refused_with_the_served_ones(name: str) -> None:
         ({"host_memory": "96 gigabytes"}, "host_memory.*96GiB"),
         ({"host_memory": 0}, "host_memory"),
         ({"estimate": "page-means:page_tokens=48"}, "page_tokens.*power of two.*48"),
-        ({"estimate": "page-means:page_tokens=2048"}, "page_tokens.*at most 1024.*2048"),
+        ({"estimate": "page-means:page_tokens=2048"}, "page_tokens.*at most 128.*2048"),
         ({"method": "pariskv"}, 'stage1=collision.*"stage1": "product"'),
         ({"local_tokens": 0}, "local_tokens"),
         ({"update_interval": 16}, "update_interval=16.*no buffer"),

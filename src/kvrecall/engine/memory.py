@@ -118,9 +118,9 @@ class VllmPlan:
     """Bytes and blocks of one rank. `*_per_token` sum over its layers and KV heads.
 
     page_bytes: device memory for pages, after weights and scratch; without the memory of vLLM's own passes. None without a GPU
-    and without a given value. blocks: the smaller of what host and device hold. needed_blocks: for one sequence of the context;
-    an engine with fewer does not start. sequences: of this context that can decode together. host_bytes, device_bytes: of
-    `batch` such sequences; host_bytes for all ranks.
+    and without a given value. device_blocks: that it holds, the windows' too. blocks: those of them whose rows have room on the
+    host. needed_blocks: for one sequence of the context with its window; an engine with fewer does not start. sequences: of
+    this context that can decode together. host_bytes, device_bytes: of `batch` such sequences; host_bytes for all ranks.
     """
 
     method: str
@@ -188,15 +188,17 @@ def plan_vllm(
         page_bytes = max(0, int(torch.cuda.mem_get_info()[1] * UTILIZATION) - weights - scratch)
     host_blocks = capacity.host.blocks
     device_blocks = None if page_bytes is None else page_bytes // capacity.device_block_bytes
-    blocks = host_blocks if page_bytes is None else capacity.blocks(page_bytes)
-    held = batch * (capacity.sequence_blocks + capacity.steady_blocks)
+    blocks = host_blocks if device_blocks is None else capacity.with_rows(device_blocks)
+    rows, held = batch * capacity.sequence_blocks, batch * (capacity.sequence_blocks + capacity.steady_blocks)
+    sequences = (blocks - 1) // capacity.sequence_blocks if device_blocks is None else capacity.sequences(device_blocks)
+    fits = blocks > rows and (device_blocks is None or device_blocks >= max(capacity.needed, 1 + held))
     return VllmPlan(
         settings.method.name, context_tokens, batch, drafts, ranks, layers, heads, model.head_dim,
         str(dtype).removeprefix("torch."), block_size, capacity.host.block_bytes // block_size,
         capacity.device_block_bytes / block_size, capacity.device_block_bytes,
         capacity.host.block_bytes, capacity.needed, capacity.host.limit, host_blocks, page_bytes,
-        device_blocks, blocks, blocks * block_size, capacity.sequences(blocks), held * capacity.host.block_bytes * ranks,
-        held * capacity.device_block_bytes, scratch, weights, capacity.page_tokens, blocks >= max(capacity.needed, 1 + held),
+        device_blocks, blocks, blocks * block_size, max(0, sequences), rows * capacity.host.block_bytes * ranks,
+        held * capacity.device_block_bytes, scratch, weights, capacity.page_tokens, fits,
     )  # fmt: skip
 
 
@@ -208,7 +210,7 @@ def host_sequences(
     Raises ParameterError as `plan_vllm`."""
     shapes = _shapes(config, ModelSignature.of(config), ranks, dtype)
     capacity = Capacity.of(settings, shapes, block_size, context_tokens, _PASSES, ranks * engines)
-    return capacity.sequences(capacity.host.blocks)
+    return capacity.host.blocks // capacity.sequence_blocks
 
 
 def _shapes(config: PretrainedConfig, model: ModelSignature, ranks: int, dtype: torch.dtype) -> list[LayerShape]:

@@ -24,6 +24,9 @@ from kvrecall.step.plan import PassPlan
 from kvrecall.step.settings import BLOCK_TOKENS, Settings, check_block_size, least_block, whole_below
 from kvrecall.step.summaries import width_of
 
+_WINDOWS_SHARE = 8
+"""One of so many blocks at least is for windows alone."""
+
 
 def window_page_tokens(shape: LayerShape, width: int, block_size: int) -> int:
     """Tokens of the window per page, a power of two. A page has the size of a block's summaries. Raises ParameterError if not
@@ -58,6 +61,24 @@ def needed_blocks(specs: Iterable[Any], config: Any, tokens: int | None = None) 
         most = cdiv(spec.max_memory_usage_bytes(config), spec.page_size_bytes)
         needed += most if tokens is None else min(most, cdiv(tokens, spec.block_size))
     return needed
+
+
+def summary_blocks(blocks: int, host_blocks: int, needed: int, window: int) -> int:
+    """How many of an engine's first blocks summaries may take: those with rows on the host. Only windows take the others: an
+    eighth at least, so that short sequences seldom take blocks for which host memory would be page-locked.
+
+    needed, window: blocks of one sequence of the longest length without its window, with the one that vLLM reserves, and of
+    its window."""
+    return min(host_blocks, blocks - max(window, min(blocks // _WINDOWS_SHARE, blocks - needed)))
+
+
+def summary_blocks_of(specs: Sequence[Any], config: Any, blocks: int) -> int:
+    """The same for `blocks` blocks of the cache groups with these specs; all where no window's spec tells the host's."""
+    windows = [spec for spec in specs if getattr(spec, "host_blocks", 0)]
+    if not windows:
+        return blocks
+    own = needed_blocks(windows, config) - 1
+    return summary_blocks(blocks, windows[0].host_blocks, needed_blocks(specs, config) - own, own)
 
 
 @dataclass(frozen=True)
@@ -98,13 +119,14 @@ class Capacity:
         """Blocks for one sequence of the longest length, and one that vLLM reserves."""
         return 1 + self.sequence_blocks + self.window_blocks
 
-    def blocks(self, device_bytes: int) -> int:
-        """Blocks of an engine with `device_bytes` for pages."""
-        return min(device_bytes // self.device_block_bytes, self.host.blocks)
+    def with_rows(self, blocks: int) -> int:
+        """How many of `blocks` blocks have rows on the host."""
+        return max(0, summary_blocks(blocks, self.host.blocks, 1 + self.sequence_blocks, self.window_blocks))
 
     def sequences(self, blocks: int) -> int:
         """How many decoding sequences of the longest length fit into `blocks` blocks."""
-        return max(0, blocks - 1) // (self.sequence_blocks + self.steady_blocks)
+        by_rows = max(0, self.with_rows(blocks) - 1) // self.sequence_blocks
+        return min(by_rows, max(0, blocks - 1) // (self.sequence_blocks + self.steady_blocks))
 
 
 def scratch_bytes(

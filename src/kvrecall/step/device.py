@@ -49,20 +49,27 @@ _SPREAD = 27
 """Layers end their runs this many steps after each other; odd, so that few end them together."""
 
 
+Attend = Callable[[Tensor, Tensor, AttentionParams, Tensor], None]
+"""Attention to rows of a window's pages: rows, queries, parameters, output."""
+
+
 @dataclass(frozen=True)
 class Window:
     """The recent tokens of the sequences of a pass. rows: `[blocks, H_kv, page_tokens, 2 D]`, contiguous in the last dimension.
     blocks: int32 `[b, W]`, block tables. slots: int64 `[T]`, slots of the pass's tokens, < 0 for none.
 
-    The library's attention, if it has one: `attend` in a pass without searches, queries `[T, H_q, D]` to these rows; `causal`
-    of the tokens of several prompts to those before them, queries, keys and values `[T, H, D]`, with the first tokens of the
-    prompts and their end, int32 `[n + 1]`, and the longest one's tokens. The last argument is the output.
+    The library's attention, if it has one. `attend`: queries `[T, H_q, D]` of the decoded tokens to these rows, if none of them
+    searches. `reads`: the same for the tokens of a pass that go on with prompts of less than `whole` tokens, whose rows are all
+    here. `causal`: the tokens of several prompts to those before them, queries, keys and values `[T, H, D]`, with the first
+    tokens of the prompts and their end, int32 `[n + 1]`, and the longest one's tokens. The last argument is the output.
     """
 
     rows: Tensor
     blocks: Tensor
     slots: Tensor
-    attend: Callable[[Tensor, Tensor, AttentionParams, Tensor], None] | None = None
+    attend: Attend | None = None
+    reads: Sequence[tuple[slice, Attend]] = ()
+    whole: int = 0
     causal: Callable[[Tensor, Tensor, Tensor, Tensor, int, AttentionParams, Tensor], None] | None = None
 
     @property
@@ -81,21 +88,50 @@ class Chunk:
     tokens: slice
     past: int
 
+    @property
+    def among(self) -> int:
+        """Tokens of the sequence with the chunk."""
+        return self.past + self.tokens.stop - self.tokens.start
+
+    @staticmethod
+    def all_of(told: Any, drafts: int) -> tuple[int, list[Chunk]]:
+        """How many of the first rows are decoded, and the chunks behind them, of a pass with chunks as vLLM describes it."""
+        begins, most = told.query_start_loc_cpu.tolist(), told.seq_lens_cpu_upper_bound.tolist()  # exact for prompts
+        counts = [stop - start for start, stop in pairwise(begins)]
+        decodes = next(row for row, count in enumerate(counts) if count > 1 + drafts)
+        chunks = [
+            Chunk(row, slice(begins[row], begins[row + 1]), most[row] - count)
+            for row, count in enumerate(counts)
+            if row >= decodes and count
+        ]
+        return decodes, chunks
+
 
 @dataclass(frozen=True)
 class Run:
-    """Chunks side by side that begin their sequences: their tokens within the pass, int32 `[n + 1]`, the first token of each
-    and the end, from the first one's on, and the tokens of the longest."""
+    """Chunks in rows of the batch side by side: the rows, their tokens within the pass, int32 `[n + 1]`, the first token of
+    each and the end, from the first one's on, and the tokens of the longest."""
 
+    rows: slice
     tokens: slice
     begins: Tensor
     longest: int
 
     @staticmethod
-    def of(first: int, stop: int, begins: list[int], on_device: Tensor) -> Run:
-        """Rows first .. stop - 1 of the batch. begins: first tokens of all rows and the end, and the same on the device."""
-        longest = max(b - a for a, b in pairwise(begins[first : stop + 1]))
-        return Run(slice(begins[first], begins[stop]), on_device[first : stop + 1] - begins[first], longest)
+    def beside(chunks: Iterable[Chunk], begins: Tensor) -> list[Run]:
+        """The runs of some chunks. begins: int32 `[b + 1]`, first tokens of all rows of the batch and the end."""
+        runs: list[list[Chunk]] = []
+        for chunk in chunks:
+            after = bool(runs) and runs[-1][-1].row + 1 == chunk.row
+            runs[-1:] = [[*runs[-1], chunk]] if after else [*runs[-1:], [chunk]]
+        return [Run._of(run, begins) for run in runs]
+
+    @staticmethod
+    def _of(run: list[Chunk], begins: Tensor) -> Run:
+        first, last = run[0], run[-1]
+        own = begins[first.row : last.row + 2] - begins[first.row]
+        longest = max(chunk.tokens.stop - chunk.tokens.start for chunk in run)
+        return Run(slice(first.row, last.row + 1), slice(first.tokens.start, last.tokens.stop), own, longest)
 
 
 @dataclass(frozen=True)
@@ -117,37 +153,21 @@ class Pass:
     runs: Sequence[Run] = ()
 
     @staticmethod
-    def of(told: Any, plan: PassPlan, block_size: int, drafts: int) -> Pass:
-        """A pass as vLLM describes it (`CommonAttentionMetadata`). Rows of at most 1 + drafts tokens are decoded. Fills the
-        plan. The device reads lengths itself: with asynchronous scheduling the host knows only bounds."""
+    def of(told: Any, plan: PassPlan, block_size: int, drafts: int, whole: int = 0) -> Pass:
+        """A pass as vLLM describes it (`CommonAttentionMetadata`). Rows of at most 1 + drafts tokens are decoded. whole: as for
+        `Window`. Fills the plan. The device reads lengths itself: with asynchronous scheduling the host knows only bounds."""
         blocks, rows = told.block_table_tensor, len(told.seq_lens)
         if told.max_query_len <= 1 + drafts:
             # A recorded pass decodes these rows, whatever they are: the last tokens of a prompt, too.
             decoded = plan.fill(told.query_start_loc, told.seq_lens, blocks, rows)
             tokens = int(told.query_start_loc_cpu[rows]) if drafts else rows
             return Pass(tokens, [], plan, decoded, blocks, told.slot_mapping, {})
-        begins, most = told.query_start_loc_cpu.tolist(), told.seq_lens_cpu_upper_bound.tolist()  # exact for prompts
-        counts = [stop - start for start, stop in pairwise(begins)]
-        decodes = next(row for row, count in enumerate(counts) if count > 1 + drafts)
+        decodes, chunks = Chunk.all_of(told, drafts)
         decoded = plan.fill(told.query_start_loc, told.seq_lens, blocks, decodes)
-        chunks = [
-            Chunk(row, slice(begins[row], begins[row + 1]), most[row] - count)
-            for row, count in enumerate(counts)
-            if row >= decodes and count
-        ]
-        tables = {c.row: blocks[c.row, : cdiv(c.past, block_size)].tolist() for c in chunks if c.past}
-        runs = [Run.of(first, stop, begins, told.query_start_loc) for first, stop in first_rows(chunks)]
-        return Pass(begins[decodes], chunks, plan, decoded, blocks, told.slot_mapping, tables, runs)
-
-
-def first_rows(chunks: Iterable[Chunk]) -> list[tuple[int, int]]:
-    """The first row of each run of chunks without past tokens in rows side by side, and the row behind its last."""
-    runs: list[tuple[int, int]] = []
-    for chunk in chunks:
-        if not chunk.past:
-            beside = bool(runs) and runs[-1][1] == chunk.row
-            runs[-1:] = [(runs[-1][0], chunk.row + 1)] if beside else [*runs[-1:], (chunk.row, chunk.row + 1)]
-    return runs
+        streamed = [chunk for chunk in chunks if chunk.past and chunk.among >= whole]
+        tables = {c.row: blocks[c.row, : cdiv(c.past, block_size)].tolist() for c in streamed}
+        runs = Run.beside((chunk for chunk in chunks if not chunk.past), told.query_start_loc)
+        return Pass(chunks[0].tokens.start, chunks, plan, decoded, blocks, told.slot_mapping, tables, runs)
 
 
 def searched_together(most: int, longest: int) -> int:
@@ -362,14 +382,11 @@ class DeviceLayer:
         self, queries: Tensor, keys: Tensor, values: Tensor, batch: Pass, window: Window, out: Tensor,
         refill: Refill | None = None,
     ) -> None:  # fmt: skip
-        """Stores and attends: queries, out `[T, H_q, D]`, keys, values `[T, H_kv, D]`. A decoded token may end a block that
-        a prompt reads, so prompts come last."""
+        """Stores and attends: queries, out `[T, H_q, D]`, keys, values `[T, H_kv, D]`."""
         self.store(keys, values, batch, window)
         if refill is not None:
-            refill(True)  # waits for what was stored aside, if a sequence begins behind it
+            refill()  # waits for what was stored aside, if a sequence begins behind it
         self.decode(queries, keys, values, batch, window, out)
-        if refill is not None:
-            refill(False)
         self.prompts(queries, keys, values, batch, window, out)
 
     def store(self, keys: Tensor, values: Tensor, batch: Pass, window: Window) -> None:
@@ -406,21 +423,22 @@ class DeviceLayer:
 
     def prompts(self, queries: Tensor, keys: Tensor, values: Tensor, batch: Pass, window: Window, out: Tensor) -> None:
         """Chunks attend to themselves and to everything before them, streamed from the host; queries, out `[T, H_q, D]`. A
-        library attends to all that begin their sequences at once."""
+        library attends to all that begin their sequences at once, and to those that are in the window."""
         params = self._params
         causal = window.causal
+        for tokens, attend in window.reads:
+            attend(window.rows, queries[tokens], params, out[tokens])
         if causal is not None:
             for run in batch.runs:
                 own = queries[run.tokens], keys[run.tokens], values[run.tokens]
                 causal(*own, run.begins, run.longest, params, out[run.tokens])
         for chunk in batch.chunks:
-            if causal is not None and not chunk.past:
+            if (causal is not None and not chunk.past) or (chunk.past and chunk.among < window.whole):
                 continue
             q, k, v = (x[chunk.tokens].transpose(0, 1) for x in (queries, keys, values))
-            among = chunk.past + q.shape[1]
             with self.scratch.stream.pieces(self._host, batch.tables.get(chunk.row, []), chunk.past) as pieces:
-                own = attend_causal(q, k, v, params.scaling, params.softcap, among)
-                whole = merge_in_turn([own], (self._past(q, rows, among) for rows in pieces))
+                own = attend_causal(q, k, v, params.scaling, params.softcap, chunk.among)
+                whole = merge_in_turn([own], (self._past(q, rows, chunk.among) for rows in pieces))
             out[chunk.tokens] = whole.out[0].transpose(0, 1)
 
     def rehearse(self, queries: Tensor, keys: Tensor, values: Tensor) -> None:

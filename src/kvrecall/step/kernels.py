@@ -479,6 +479,26 @@ def host_kernel(
         tl.store(held.pool + o_host[:, None] + o_d[None, :], b_row, mask=m_row)
 
 
+@triton.jit
+def refill_kernel(
+    p_rows, p_pool, p_places, HEADS, PAGES, HEAD, TOKEN,
+    BLOCK: tl.constexpr, NUMBERS: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Program (page and KV head): copies PAGE rows of NUMBERS numbers from a block to a page of the window.
+
+    rows: strides PAGES, HEAD and TOKEN, in numbers. pool `[blocks, HEADS, BLOCK, NUMBERS]`. places int32 `[n, 3]`: page, block,
+    first row there.
+    """
+    i_place, i_h = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+    page, block = tl.load(p_places + i_place * 3).to(tl.int64), tl.load(p_places + i_place * 3 + 1).to(tl.int64)
+    o_t, o_n = tl.arange(0, PAGE), tl.arange(0, BN)
+    p_from = p_pool + ((block * HEADS + i_h) * BLOCK + tl.load(p_places + i_place * 3 + 2)) * NUMBERS
+    p_to = p_rows + page * PAGES + i_h * HEAD
+    m_n = (o_n < NUMBERS)[None, :]
+    b_row = tl.load(p_from + (o_t * NUMBERS)[:, None] + o_n[None, :], mask=m_n)
+    tl.store(p_to + (o_t * TOKEN)[:, None] + o_n[None, :], b_row, mask=m_n)
+
+
 @triton.jit(do_not_specialize=["i_row", "past"])
 def mean_kernel(
     fresh, held, window, means, i_row, past, SINKS,

@@ -53,9 +53,9 @@ class Batch:
         return self.blocks[row, : cdiv(tokens, self.block_size)].tolist()
 
 
-Refill = Callable[[bool], None]
-"""Restores the windows of sequences that a pass begins behind filled blocks: of those that it decodes (True), and of those
-whose prompts it reads on (False). Called when the rows of these blocks are on the host, since the same pass may store them."""
+Refill = Callable[[], None]
+"""Restores the windows of sequences that a pass begins behind filled blocks. Called when the pass has stored its prompts, which
+may fill them."""
 
 
 class Window(Protocol):
@@ -105,8 +105,7 @@ class PagedLayer:
         """Stores and attends: queries, out `[T, H_q, D]`, keys, values `[T, H_kv, D]`. Raises as `store`."""
         self.store(keys, values, batch, window)
         if refill is not None:
-            refill(True)
-            refill(False)
+            refill()
         self.attend(queries, keys, values, batch, window, out)
 
     def forget(self) -> None:

@@ -119,7 +119,7 @@ def test_a_budget_that_covers_everything_gives_vllm_s_own_tokens(name: str, home
     first, second = cached(made)
     assert [first, second] == cached(stock) and all(first[1:4]) and second[3:] == [768, 0, 896]
     assert made["blocks"] > stock["blocks"]
-    assert made["blocks"] == planned(home, kvrecall).blocks
+    assert made["blocks"] == planned(home, kvrecall).device_blocks
     assert not made["usage"]
 
 
@@ -207,8 +207,8 @@ def test_drafts_change_no_token(home: Path, stock: dict[str, Any]) -> None:
 def said(plan: VllmPlan) -> str:
     """What an engine tells at its start, if it is as planned."""
     return (
-        f"kvrecall: {plan.blocks} blocks of {plan.block_size} tokens (host memory: {plan.host_limit / 2**30:.1f} GiB hold "
-        f"{plan.host_blocks}, device memory: {plan.device_blocks}); {plan.context_tokens} tokens need {plan.needed_blocks}"
+        f"kvrecall: {plan.device_blocks} blocks of {plan.block_size} tokens, of which {plan.blocks} have host memory "
+        f"({plan.host_limit / 2**30:.1f} GiB hold {plan.host_blocks}); {plan.context_tokens} tokens need {plan.needed_blocks}"
     )
 
 

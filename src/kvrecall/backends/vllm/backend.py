@@ -37,7 +37,7 @@ from kvrecall.core.structs import AttentionParams
 from kvrecall.index.base import LayerShape, with_statistics
 from kvrecall.index.statistics import LayerStatistics
 from kvrecall.methods.base import HEAD_DIMS
-from kvrecall.step.device import DeviceLayer, Pass, Window
+from kvrecall.step.device import DeviceLayer, Pass
 from kvrecall.step.paged import Batch, PagedLayer
 from kvrecall.step.plan import PassPlan
 from kvrecall.step.settings import BLOCK_TOKENS, LEAST_BLOCK, check_block_size, least_block
@@ -125,15 +125,19 @@ class RetrievalBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
         """On a GPU."""
         engine = EngineState.of(vllm_config)
         engine.builders |= dict.fromkeys(layer_names, self)
-        self._drafts, size = engine.drafts, kv_cache_spec.block_size
+        self._drafts, self._passes, size = engine.drafts, engine.whole, kv_cache_spec.block_size
         self.reorder_batch_threshold = 1 + self._drafts  # decoding sequences, with their drafts, come first in a batch
         if device.type == "cuda":
             own = engine.settings
             self.plan = PassPlan(engine.most, engine.longest, own.method, own.index, size, device, self._drafts)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> RetrievalMetadata:
-        told, size = common_attn_metadata, self.kv_cache_spec.block_size
-        batch = self._batch(told, size) if self.plan is None else Pass.of(told, self.plan, size, self._drafts)
+        return self.metadata(common_attn_metadata, self._passes.below if self._passes.possible else 0)
+
+    def metadata(self, told: Any, whole: int = 0) -> RetrievalMetadata:
+        """Of a pass as vLLM describes it. whole: a library attends to shorter sequences."""
+        size = self.kv_cache_spec.block_size
+        batch = self._batch(told, size) if self.plan is None else Pass.of(told, self.plan, size, self._drafts, whole)
         return RetrievalMetadata(batch, size)
 
     def _batch(self, told: Any, size: int) -> Batch:
@@ -232,16 +236,15 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         self._bind(kv_cache, metadata.block_size)
         if isinstance(batch, Pass):
             assert isinstance(self._layer, DeviceLayer)
-            window = Window(self._window_layer.kv_cache, recent.blocks, recent.slots, recent.attend, recent.causal)
-            self._layer.forward(query, key, value, batch, window, output, self._refill)
+            self._layer.forward(query, key, value, batch, recent.of(self._window_layer.kv_cache), output, self._refill)
             if self.number == self._engine.last:
                 self._layer.aside.join()
             return
         assert isinstance(self._layer, PagedLayer)
         self._layer.forward(query, key, value, batch, PassWindow(self._window_layer, recent), output, self._refill)
 
-    def _refill(self, decoding: bool) -> None:
-        self._engine.refill(self._name, decoding)
+    def _refill(self) -> None:
+        self._engine.refill(self._name)
 
     @property
     def kind(self) -> object:
@@ -262,7 +265,9 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         passes = list(trials(limits, shape.device.type == "cuda"))
         for trial in passes:
             query, key, value = self._layout.random(sum(trial.counts), shape.device)
-            metadata = builder.build(0, FakeMetadata.of(trial, builder.kv_cache_spec.block_size, limits.longest, shape.device))
+            metadata = builder.metadata(
+                FakeMetadata.of(trial, builder.kv_cache_spec.block_size, limits.longest, shape.device)
+            )
             window = FakeMetadata.of(trial, page, limits.longest, shape.device)
             recent = WindowMetadata(window.block_table_tensor, window.slot_mapping)
             output = torch.empty(query.shape, dtype=query.dtype, device=query.device)

@@ -14,12 +14,13 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.utils import extract_layer_index
 
 from kvrecall.backends.transformers.rotary import Rotaries
 from kvrecall.backends.vllm.checks import checked, drafts_of
-from kvrecall.backends.vllm.machine import launch_of
+from kvrecall.backends.vllm.machine import launch_of, ranks_here
 from kvrecall.backends.vllm.refused import can_refuse
 from kvrecall.backends.vllm.statistics import Observer, compute, rotaries_of_config
 from kvrecall.backends.vllm.whole import WholePasses, why_not
@@ -32,6 +33,7 @@ from kvrecall.index.base import LayerShape
 from kvrecall.index.statistics import KeyStatistics, LayerStatistics
 from kvrecall.step.ahead import Ahead
 from kvrecall.step.aside import Aside
+from kvrecall.step.capacity import summary_blocks_of
 from kvrecall.step.counts import Counts, forget
 from kvrecall.step.device import DeviceLayer, Scratch, searched_together
 from kvrecall.step.finite import FiniteWatch
@@ -39,15 +41,15 @@ from kvrecall.step.memory import HostPlan
 from kvrecall.step.paged import PagedLayer
 from kvrecall.step.plan import PassPlan, window_start
 from kvrecall.step.promises import Promise, Record
-from kvrecall.step.refill import refill
+from kvrecall.step.refill import Unfilled, refill, unfilled
 from kvrecall.step.settings import whole_below
 from kvrecall.step.stream import DeviceBlocks, HostBlocks
 from kvrecall.step.warmup import Limits
 
 _log = logging.getLogger("vllm.kvrecall")
-_BURST, _PIECES = 32, 8
-"""Short sequences that may come at once without waiting for host memory; pieces of a slab that a thread takes one by one, so
-that nobody waits long for it."""
+_BURST, _PIECES = 1 << 16, 8
+"""Tokens that may come at once without waiting for host memory; pieces of a slab that a thread takes one by one, so that
+nobody waits long for it."""
 
 _engine: EngineState | None = None
 """This process's engine; there is one at a time."""
@@ -68,8 +70,8 @@ class EngineState:
         self.shapes: list[LayerShape] = []
         """Shapes of the served layers."""
         self.plan: HostPlan | None = None
-        self.first_blocks = 1
-        """Blocks of one sequence of the longest length, and those that vLLM keeps for itself."""
+        self.blocks = 1
+        """Blocks whose rows have room on the host."""
         self.gives_later = False
         """Whether the worker calls `commit` for every block that is handed out."""
         self.layers: dict[int, DeviceLayer | PagedLayer] = {}
@@ -82,15 +84,16 @@ class EngineState:
         """The latest `RetrievalBuilder` of every attention layer, by name."""
         self.windows: dict[str, tuple[WindowLayer, HostBlocks]] = {}
         """By name of the attention layer, for layers with pages."""
-        self._decoding: list[tuple[Sequence[Sequence[int]], int]] = []
-        self._reading: list[tuple[Sequence[Sequence[int]], int]] = []
-        """Blocks and filled tokens of sequences that this pass begins, by decoding and by reading a prompt's rest."""
+        self._begins = False
+        """Whether this pass begins sequences behind filled blocks."""
+        self._unfilled: dict[tuple[int, int], Tensor] = {}
+        """Pages that it must restore (`refill`), by the cache groups of window and summaries."""
         self.groups: dict[str, int] = {}
         """vLLM's cache group of every layer."""
         self.others: dict[int, int] = {}
         """Tokens per block of the cache groups of other backends."""
         self._hosts: list[HostBlocks] = []
-        self._given, self._blocks, self._warm = 1, 1, False
+        self._given, self._warm = 1, False
         self._growing, self._burst = threading.Lock(), 0
         self._ahead: Ahead | None = None
         self._promise: Promise | None = None
@@ -133,35 +136,72 @@ class EngineState:
                 raise ParameterError("worker_cls", "auto, with residency=device", "another", "vLLM would not count the rows.")
             return DeviceBlocks(blocks, shape, block_size)
         given = self._given if self.gives_later else None
+        if self.groups:  # before `begin`, it is for a trial
+            blocks = min(blocks, self.blocks)
         made = HostBlocks(blocks, shape, block_size, given)
         self._hosts = [host for host in self._hosts if len(host.rows) == blocks] + [made]  # the others were for a trial
         return made
 
-    def begin_pass(self, beginning: Mapping[str, tuple[Sequence[Sequence[int]], int]], tokens: Mapping[str, int]) -> None:
+    @property
+    def divides(self) -> bool:
+        """Whether the scheduler keeps blocks without host memory for windows."""
+        return self.settings.residency == "host" and can_refuse(self._config)
+
+    @property
+    def groups_with_rows(self) -> set[int]:
+        """Cache groups of vLLM whose blocks have rows on the host."""
+        return {self.groups[name] for name in self.windows}
+
+    def host_plan(self, rank: int) -> HostPlan:
+        """How many blocks fit into host memory; asked once, when the layers are known."""
+        if self.plan is None:
+            parallel, size, settings = self._config.parallel_config, self._config.cache_config.block_size, self.settings
+            ranks = ranks_here(parallel, rank, HostBlocks.of_all(self.shapes, size))
+            self.plan = HostPlan.of(self.shapes, size, settings.host_memory, ranks, launch_of(parallel))
+        return self.plan
+
+    def begin_pass(
+        self, beginning: Mapping[str, tuple[Sequence[Sequence[int]], int]], tokens: Mapping[str, int],
+        restored: Mapping[int, Mapping[str, Sequence[int]]] | None = None,
+    ) -> None:  # fmt: skip
         """Restores the windows of sequences that a pass begins, whose first tokens are in filled blocks. beginning: ids of
-        blocks by cache group, and how many tokens are filled. tokens: of all requests of the pass.
+        blocks by cache group, and how many tokens are filled. tokens: of all requests of the pass. restored: numbers of the
+        pages without content, by cache group and request; None if all may be.
 
         The pass itself may fill these blocks, with a prompt of another request: vLLM finds blocks from the moment on when their
         tokens are scheduled. So with a prompt in the pass each layer restores its window when it has stored the prompt
         (`refill`). Without one the pass may be a recorded graph, which runs nothing of this, and windows are restored now.
         """
-        few = 1 + self.drafts
-        self._decoding = [each for name, each in beginning.items() if tokens[name] <= few]
-        self._reading = [each for name, each in beginning.items() if tokens[name] > few]
-        if beginning and max(tokens.values()) <= few:
+        self._begins, self._unfilled = bool(beginning), {}
+        if not beginning:
+            return
+        method = self.settings.method
+        pairs = {(self.groups[layer.name], self.groups[name]): (layer, host) for name, (layer, host) in self.windows.items()}
+        for (window, group), (layer, host) in pairs.items():
+            found: list[Unfilled] = []
+            for name, (blocks, computed) in beginning.items():
+                start = window_start(computed + 1, method.local_tokens, whole_below(method))
+                numbers = None if restored is None else restored.get(window, {}).get(name, ())
+                sizes = layer.kv_cache.shape[2], host.block_size
+                found += unfilled(blocks[window], blocks[group], *sizes, start, computed, numbers)
+            if found:
+                places = torch.tensor(found, dtype=torch.int32, device="cpu")
+                (self._unfilled[window, group],) = to_device(layer.kv_cache.device, places)
+        if max(tokens.values()) <= 1 + self.drafts:
             for name in self.windows:
-                self.refill(name, decoding=True)
-            self._decoding = []
+                self.refill(name)
+            self._begins, self._unfilled = False, {}
 
-    def refill(self, name: str, decoding: bool) -> None:
-        """Restores the windows of one layer: of the sequences that the pass begins by decoding, or of those whose prompts it
-        reads."""
-        (window, host), method = self.windows[name], self.settings.method
-        if self._aside is not None and (self._decoding or self._reading):
+    def refill(self, name: str) -> None:
+        """Restores the windows of one layer, of the sequences that the pass begins."""
+        if not self._begins:
+            return
+        if self._aside is not None:
             self._aside.join()  # blocks that this pass has filled
-        for blocks, computed in self._decoding if decoding else self._reading:
-            start = window_start(computed + 1, method.local_tokens, whole_below(method))
-            refill(window.kv_cache, blocks[self.groups[window.name]], host, blocks[self.groups[name]], start, computed)
+        window, host = self.windows[name]
+        places = self._unfilled.get((self.groups[window.name], self.groups[name]))
+        if places is not None:
+            refill(window.kv_cache, places, host)
 
     def clear(self, blocks: list[int]) -> None:
         """Zeroes the pages of these blocks. Groups share pages: bytes of summaries may be NaN to the layers of another backend,
@@ -176,11 +216,11 @@ class EngineState:
         and the scheduler hears of it. Raises HostMemoryError or ParameterError at the start, and if it cannot hear."""
         if self.plan is None:
             return
-        if self._given < min(blocks, self._blocks):
+        if self._given < min(blocks, self.blocks):
             with self._growing:
                 self._commit(blocks, self.plan)
         if self._ahead is not None:
-            self._ahead.want(min(blocks + self._burst, self._blocks))
+            self._ahead.want(min(blocks + self._burst, self.blocks))
 
     def take_ahead(self) -> None:
         """From now on a thread takes memory for the blocks that a burst of short sequences needs, beyond those that were handed
@@ -188,28 +228,28 @@ class EngineState:
         if self.plan is None or self.shapes[0].device.type != "cuda" or self._ahead is not None:
             return
         self._ahead = Ahead(self._take_piece)
-        self._ahead.want(min(self._given + self._burst, self._blocks))
+        self._ahead.want(min(self._given + self._burst, self.blocks))
 
     def _take_piece(self, wanted: int) -> bool:
         with self._growing:
-            if self.plan is None or self.refused is not None or self._given >= min(wanted, self._blocks):
+            if self.plan is None or self.refused is not None or self._given >= min(wanted, self.blocks):
                 return False
             try:
-                self._take(min(self._given + max(1, self.plan.slab // _PIECES), self._blocks), beside=True)
+                self._take(min(self._given + max(1, self.plan.slab // _PIECES), self.blocks), beside=True)
             except KVRecallError:  # a pass that needs the memory will say so
                 return False
         return True
 
     def _commit(self, blocks: int, plan: HostPlan) -> None:
-        while self.refused is None and self._given < min(blocks, self._blocks):
+        while self.refused is None and self._given < min(blocks, self.blocks):
             try:
-                self._take(min((self._given // plan.slab + 1) * plan.slab, self._blocks))
+                self._take(min((self._given // plan.slab + 1) * plan.slab, self.blocks))
             except KVRecallError as error:
                 if not self._warm or self._promise is None or not can_refuse(self._config):
                     raise
                 self._promise.tell(refused=self._given)
                 self.refused = self._given
-                _log.error("kvrecall: only %d of %d blocks have host memory from now on: %s", self._given, self._blocks, error)
+                _log.error("kvrecall: only %d of %d blocks have host memory from now on: %s", self._given, self.blocks, error)
 
     def _take(self, blocks: int, beside: bool = False) -> None:
         assert self.plan is not None
@@ -236,18 +276,19 @@ class EngineState:
         self.groups = {name: i for i, group in groups for name in group.layer_names}
         self.others = {i: group.kv_cache_spec.block_size for i, group in groups if ours.isdisjoint(group.layer_names)}
         self._hosts.clear()  # they were for a trial
-        self._blocks, self.last = kv_cache_config.num_blocks, max((impl.number for impl in self.impls), default=-1)
+        specs = [group.kv_cache_spec for _, group in groups]
+        self.blocks = summary_blocks_of(specs, self._config, kv_cache_config.num_blocks)
+        self.last = max((impl.number for impl in self.impls), default=-1)
         pages = {n: group.kv_cache_spec.block_size for _, group in groups for n in group.layer_names}
         layers = self._config.compilation_config.static_forward_context
         windows = [(layers[n], tokens) for n, tokens in pages.items() if isinstance(layers.get(n), WindowLayer)]
         why = next(filter(None, (why_not(layer.shape, tokens) for layer, tokens in windows)), "")
         self.whole.possible = not why
-        below = self.whole.below
-        self._burst = min(self.most, _BURST) * sum(1 + cdiv(below, each) for each in {*pages.values()})
         if why and self.shapes[0].device.type == "cuda":
             _log.info("kvrecall: FlashAttention does not serve short sequences: %s", why)
         if self.plan is not None:
-            self.commit(min(self.first_blocks, self.plan.at_start))
+            self._burst = cdiv(_BURST, self.plan.block_size)
+            self.commit(min(1 + cdiv(self.longest, self.plan.block_size), self.plan.at_start))
 
     def warm_up(self) -> None:
         """Does at the start what the first prompt would wait for (`warmup.py`), once per engine. The pages are allocated, and

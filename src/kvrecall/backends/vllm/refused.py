@@ -37,11 +37,11 @@ def handed_out(scheduler_output: Any) -> Iterator[tuple[str, Any]]:
     yield from ((name, ids) for name, ids in zip(cached.req_ids, cached.new_block_ids, strict=True) if ids)
 
 
-def left_out(scheduler_output: Any, blocks: int) -> Any:
-    """The pass with block 0 in place of blocks from number `blocks` on. The scheduler's own copy stays as it is."""
+def left_out(scheduler_output: Any, blocks: range) -> Any:
+    """The pass with block 0 in place of `blocks`. The scheduler's own copy stays as it is."""
 
     def kept(groups: Any) -> Any:
-        return groups and tuple([b if b < blocks else 0 for b in ids] for ids in groups)
+        return groups and tuple([0 if b in blocks else b for b in ids] for ids in groups)
 
     told = copy(scheduler_output)
     told.scheduled_new_reqs = [copy(new) for new in told.scheduled_new_reqs]

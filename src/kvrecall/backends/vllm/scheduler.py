@@ -1,4 +1,5 @@
-"""vLLM's scheduler, which ends requests whose blocks get no host memory (`refused.py`)."""
+"""vLLM's scheduler. It keeps blocks without host memory for windows, tells the workers which pages of them to restore
+(`window_pages.py`), and ends requests whose blocks get no host memory (`refused.py`)."""
 
 # Only imported where vLLM is installed.
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportAttributeAccessIssue=false
@@ -16,16 +17,28 @@ from vllm.v1.request import RequestStatus
 
 from kvrecall.backends.vllm.machine import launch_of
 from kvrecall.backends.vllm.refused import handed_out
+from kvrecall.backends.vllm.window_pages import WindowSpec, divide, restored_pages
 from kvrecall.step.capacity import needed_blocks
 from kvrecall.step.promises import Watch
 
 _log = logging.getLogger("vllm.kvrecall")
 
 
-class _Refusing:
+class _Retrieving:
     _blocks: int | None = None
     """Blocks with memory, after a refusal."""
+    _all_blocks = 0
+    """Blocks that had memory promised; those behind are the windows' alone."""
     _watch: Watch | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        divide(self)
+
+    def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
+        made = super().schedule(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        made.restored_pages = restored_pages(self)
+        return made
 
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Before vLLM looks at the tokens of a pass, ends the requests that the pass had no memory for."""
@@ -50,11 +63,13 @@ class _Refusing:
     def _withdraw(self: Any, blocks: int) -> list[Any]:
         """Takes the blocks from number `blocks` on out of use for ever. Returns the requests that it ends."""
         manager, pool = self.kv_cache_manager, self.kv_cache_manager.block_pool
-        last = len(pool.blocks) if self._blocks is None else self._blocks
+        self._all_blocks = self._all_blocks or len(pool.blocks)
+        last = self._all_blocks if self._blocks is None else self._blocks
         if blocks >= last:
             return []
         self._blocks = blocks
-        has = [r.request_id for r in self.running if _highest(manager.get_block_ids(r.request_id)) >= blocks]
+        last_ids = range(blocks, last)
+        has = [r.request_id for r in self.running if _any_of(last_ids, manager.get_block_ids(r.request_id))]
         ended = self._end(has, "the system refused host memory for its blocks")
         pool.evict_blocks(set(range(blocks, last)))
         pool.touch(pool.blocks[blocks:last])  # a reference that nobody gives back
@@ -62,11 +77,13 @@ class _Refusing:
 
     def _without_memory(self: Any, scheduler_output: Any) -> list[str]:
         """Requests of a pass to which it handed out blocks without memory. Some may have been preempted since."""
-        return [name for name, groups in handed_out(scheduler_output) if _highest(groups) >= self._blocks]
+        last = range(self._blocks, self._all_blocks)
+        return [name for name, groups in handed_out(scheduler_output) if _any_of(last, groups)]
 
     def _too_long(self: Any) -> list[str]:
-        """Waiting requests that need more blocks than have memory."""
+        """Waiting requests that need more blocks than have memory, apart from those of their windows."""
         specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
+        specs = [spec for spec in specs if not isinstance(spec, WindowSpec)]
         waiting = [r for r in self.requests.values() if r.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)]
         ahead = 2 * (1 + self.num_spec_tokens)  # tokens of passes in flight
         return [r.request_id for r in waiting if needed_blocks(specs, self.vllm_config, r.num_tokens + ahead) > self._blocks]
@@ -80,13 +97,13 @@ class _Refusing:
         return ended
 
 
-def _highest(groups: Iterable[Iterable[int]]) -> int:
-    return max((block for ids in groups for block in ids), default=0)
+def _any_of(blocks: range, groups: Iterable[Iterable[int]]) -> bool:
+    return any(block in blocks for ids in groups for block in ids)
 
 
-class Scheduler(_Refusing, StockScheduler):
+class Scheduler(_Retrieving, StockScheduler):
     """For engines that schedule a pass when the one before has ended."""
 
 
-class AsyncScheduler(_Refusing, StockAsyncScheduler):
+class AsyncScheduler(_Retrieving, StockAsyncScheduler):
     """For engines with asynchronous scheduling."""

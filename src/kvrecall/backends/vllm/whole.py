@@ -1,8 +1,8 @@
 """Passes in which no sequence searches: vLLM's FlashAttention over the pages of the window, in graphs of their own.
 
 Such a pass decodes sequences of fewer tokens than a search needs (`settings.whole_below`), whose rows are all in device memory.
-The worker sees that from the lengths of a pass before vLLM chooses a graph. All other passes run the kernels of `step`, which
-attend to short sequences, too.
+The worker sees that from the lengths of a pass before vLLM chooses a graph. It may read prompts, too; then nothing is recorded.
+All other passes run the kernels of `step`, which attend to short sequences, too.
 """
 
 # Only imported where vLLM is installed.
@@ -20,6 +20,7 @@ from torch import Tensor
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import AttentionParams
 from kvrecall.index.base import LayerShape
+from kvrecall.step.device import Attend
 
 _SPLITS = 32
 """Most parts in which a recorded call divides a sequence; their number is chosen for each pass, from its lengths."""
@@ -28,7 +29,6 @@ _NUMBERS = 4
 _PAGE = 16
 """FlashAttention reads pages of a multiple of so many tokens."""
 
-Attend = Callable[[Tensor, Tensor, AttentionParams, Tensor], None]
 Causal = Callable[[Tensor, Tensor, Tensor, Tensor, int, AttentionParams, Tensor], None]
 """As in `device.Window`."""
 
@@ -51,9 +51,9 @@ class WholePasses:
     def begin(self, lengths: Sequence[int], scheduled: Sequence[int], decoded: int) -> bool:
         """The next pass: tokens of its sequences with the pass, at most, and in it. decoded: most that a pass decodes of a
         sequence. Returns whether none of them searches or reads a prompt."""
-        few = max(scheduled, default=0) <= decoded and max(lengths, default=0) < self.below
-        self.now = self.possible and few and len(lengths) > 0
-        return self.now
+        longest = max((length for length, count in zip(lengths, scheduled, strict=True) if count <= decoded), default=0)
+        self.now = self.possible and 0 < longest < self.below
+        return self.now and max(scheduled) <= decoded
 
 
 class FlashAttention:
@@ -71,11 +71,11 @@ class FlashAttention:
             numbers = 1 + _NUMBERS * _NUMBERS * cdiv(passes.most, _NUMBERS)
             self._plan = torch.zeros(numbers, dtype=torch.int32, device=shape.device)
 
-    def attend(self, begins: Tensor, lengths: Tensor, pages: Tensor, most_new: int, tokens: int) -> Attend:
-        """The attention of one pass of so many tokens. begins int32 `[b + 1]`: first token of each sequence in it. lengths
-        int32 `[b]`. pages int32 `[b, W]`: of the window. most_new: most tokens of a sequence in the pass."""
+    def attend(self, begins: Tensor, lengths: Tensor, pages: Tensor, most_new: int, tokens: int = 0) -> Attend:
+        """Attention to these pages. begins int32 `[b + 1]`: first token of each sequence. lengths int32 `[b]`. pages int32
+        `[b, W]`: of the window. most_new: most new tokens of a sequence. tokens: of a pass that may be recorded, else 0."""
         splits, plan, shape = 0, None, self._shape
-        if self._plan is not None and tokens <= self._recorded:  # others need no bound, and would take its memory
+        if self._plan is not None and 0 < tokens <= self._recorded:  # others need no bound, and would take its memory
             splits = _SPLITS
             made = self._library.get_scheduler_metadata(
                 batch_size=len(lengths), max_seqlen_q=most_new, max_seqlen_k=self._longest, num_heads_q=shape.query_heads,

@@ -9,6 +9,7 @@ summaries, because both groups share one pool.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -20,11 +21,12 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, Atte
 
 from kvrecall.backends.vllm.checks import drafts_of
 from kvrecall.backends.vllm.plugin import own_name
-from kvrecall.backends.vllm.whole import Attend, Causal, FlashAttention, WholePasses
+from kvrecall.backends.vllm.whole import Causal, FlashAttention, WholePasses
 from kvrecall.backends.vllm.window_pages import WindowSpec, passes_of
 from kvrecall.core.launch import cdiv
 from kvrecall.index.base import LayerShape
 from kvrecall.step.capacity import ahead_of, window_page_tokens
+from kvrecall.step.device import Attend, Chunk, Run, Window
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,13 @@ class WindowMetadata:
     blocks: Tensor
     slots: Tensor
     attend: Attend | None = None
+    reads: Sequence[tuple[slice, Attend]] = ()
+    whole: int = 0
     causal: Causal | None = None
+
+    def of(self, rows: Tensor) -> Window:
+        """The window with these rows."""
+        return Window(rows, self.blocks, self.slots, self.attend, self.reads, self.whole, self.causal)
 
 
 class WindowBuilder(AttentionMetadataBuilder[WindowMetadata]):
@@ -45,17 +53,27 @@ class WindowBuilder(AttentionMetadataBuilder[WindowMetadata]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.reorder_batch_threshold = 1 + drafts_of(vllm_config)  # decoding sequences come first in a batch
+        self._drafts = drafts_of(vllm_config)
+        self.reorder_batch_threshold = 1 + self._drafts  # decoding sequences come first in a batch
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> WindowMetadata:
-        told, attend = common_attn_metadata, None
-        blocks = told.block_table_tensor
-        passes = self._layer.passes
+        told, blocks, passes = common_attn_metadata, common_attn_metadata.block_table_tensor, self._layer.passes
+        begins, lengths, attend = told.query_start_loc, told.seq_lens, None
         if not passes.possible:
             return WindowMetadata(blocks, told.slot_mapping)
-        if passes.now:
-            attend = self._flash.attend(told.query_start_loc, told.seq_lens, blocks, told.max_query_len, told.num_actual_tokens)
-        return WindowMetadata(blocks, told.slot_mapping, attend, self._flash.causal)
+        if told.max_query_len <= 1 + self._drafts:
+            if passes.now:
+                attend = self._flash.attend(begins, lengths, blocks, told.max_query_len, told.num_actual_tokens)
+            return WindowMetadata(blocks, told.slot_mapping, attend)
+        decodes, chunks = Chunk.all_of(told, self._drafts)
+        if passes.now and decodes:
+            attend = self._flash.attend(begins[: decodes + 1], lengths[:decodes], blocks[:decodes], 1 + self._drafts)
+        short = (chunk for chunk in chunks if chunk.past and chunk.among < passes.below)
+        reads = [
+            (run.tokens, self._flash.attend(run.begins, lengths[run.rows], blocks[run.rows], run.longest))
+            for run in Run.beside(short, begins)
+        ]
+        return WindowMetadata(blocks, told.slot_mapping, attend, reads, passes.below, self._flash.causal)
 
     @cached_property
     def _layer(self) -> WindowLayer:

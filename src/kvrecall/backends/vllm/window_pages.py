@@ -1,9 +1,14 @@
-"""The manager of the windows' pages: vLLM's sliding-window manager, without prefix caching.
+"""The manager of the windows' pages: vLLM's sliding-window manager, with a pool of its own.
 
 A short sequence has pages for all its tokens, a longer one for its last ones, also while a long prompt is read; until the end
-of a run they are the only place of its newest rows. If it begins behind cached blocks, whose rows are all in host memory, its
-window is restored from them (`refill.py`), so pages need not be cached. So only blocks of summaries decide about prefixes, and
-pages evict no cached block.
+of a run they are the only place of its newest rows.
+
+Blocks of summaries decide about prefixes, because rows of all cached blocks are in host memory. If a sequence begins behind
+cached blocks, pages that other sequences have left are found by their hashes. The others are new, and are restored from the
+host (`refill.py`).
+
+Pages need no host memory. So the last blocks of an engine (`capacity.summary_blocks`) are for windows alone. They take others
+when these are used up.
 """
 
 # Only imported where vLLM is installed.
@@ -12,16 +17,23 @@ pages evict no cached block.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHashListWithBlockSize
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from kvrecall.core.launch import cdiv
-from kvrecall.step.capacity import window_blocks
+from kvrecall.step.capacity import summary_blocks_of, window_blocks
 from kvrecall.step.plan import window_start
+
+
+def managers_of(pool: Any) -> dict[int, WindowManager]:
+    """Of an engine's pool, by cache group: vLLM asks a class, not a manager, what is cached."""
+    return vars(pool).setdefault("kvrecall_managers", {})
 
 
 class WindowManager(SlidingWindowManager):
@@ -29,8 +41,35 @@ class WindowManager(SlidingWindowManager):
 
     def __init__(self, kv_cache_spec: WindowSpec, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
+        self._own: Any = None
+        """The pool of blocks that only this group takes; None before `divide`, and where every block has host memory."""
+        self._first = 0
+        """Its lowest block."""
         self._released: dict[str, int] = {}
         """How many first pages each sequence has given back."""
+        self._missing: dict[str, list[int]] = {}
+        """Numbers of the pages behind which a sequence begins, and which no other one has left; until they have a block."""
+        self._restored: dict[str, list[int]] = {}
+        """The same, from then on until the pass is scheduled."""
+        self._fresh: dict[Any, tuple[Any, int]] = {}
+        """(request, tokens) by hash: prefixes that a pass completes by decoding, while its kernels read others."""
+        self._hashes = self.block_pool.cached_block_hash_to_block
+        managers_of(self.block_pool)[self.kv_cache_group_id] = self
+
+    def take_last(self, blocks: Sequence[Any]) -> None:
+        """Only this group takes these blocks from now on: consecutive ones, in no pool."""
+        shared = self.block_pool
+        self._own = BlockPool(
+            num_gpu_blocks=1 + len(blocks), enable_caching=shared.enable_caching, hash_block_size=shared.hash_block_size
+        )
+        self._first = blocks[0].block_id
+        for number, block in enumerate(self._own.blocks):  # the first is its null block, which nobody gets
+            block.block_id = self._first - 1 + number
+
+    def take_restored(self) -> dict[str, list[int]]:
+        """The pages that the scheduled pass must restore, by request."""
+        restored, self._restored = self._restored, {}
+        return restored
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """How many first tokens the next token does not attend to as recent ones."""
@@ -41,38 +80,97 @@ class WindowManager(SlidingWindowManager):
         cls, block_hashes: Any, max_length: int, kv_cache_group_ids: list[int], block_pool: Any, kv_cache_spec: Any,
         drop_eagle_block: bool, alignment_tokens: int, **more: Any,
     ) -> tuple[tuple[list[Any], ...], int]:  # fmt: skip
-        """Always a hit: returns as many null blocks as wanted, so that other groups decide."""
-        size = kv_cache_spec.block_size
+        """Always a hit, so that other groups decide: the pages that are there, and null blocks."""
+        size, managers = kv_cache_spec.block_size, managers_of(block_pool)
         tokens = max(0, max_length - (size if drop_eagle_block else 0)) // alignment_tokens * alignment_tokens
-        return tuple([block_pool.null_block] * (tokens // size) for _ in kv_cache_group_ids), tokens
+        while tokens and any(managers[group]._is_fresh(block_hashes, tokens) for group in kv_cache_group_ids):
+            tokens -= alignment_tokens
+        return tuple(managers[group]._found(block_hashes, tokens) for group in kv_cache_group_ids), tokens
 
-    def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> int:
-        held = len(self.req_to_blocks.get(request_id, ()))
-        return max(0, cdiv(num_tokens, self.block_size) - max(held, self._unneeded(num_tokens)))
+    def _is_fresh(self, hashes: Any, tokens: int) -> bool:
+        request, _ = self._fresh.get(hashes[tokens // self.block_pool.hash_block_size - 1], (None, 0))
+        return request is not None and request.num_computed_tokens < tokens
+
+    def _found(self, hashes: Any, tokens: int) -> list[Any]:
+        """Pages of the first `tokens` tokens, null blocks for those that are not needed or not there."""
+        self._forget_old()
+        size, null = self.block_size, self.block_pool.null_block
+        first = self.get_num_skipped_tokens(tokens) // size
+        found = [null] * (tokens // size)
+        if self._own is None:
+            return found
+        if size != self.block_pool.hash_block_size:
+            hashes = BlockHashListWithBlockSize(hashes, self.block_pool.hash_block_size, size)
+        for number in range(first, len(found)):
+            if cached := self._own.get_cached_block(hashes[number], [self.kv_cache_group_id]):
+                found[number] = cached[0]
+        return found
+
+    def get_num_blocks_to_allocate(
+        self, request_id: str, num_tokens: int, new_computed_blocks: Sequence[Any] = (), *args: Any, **kwargs: Any
+    ) -> int:
+        """How many blocks that others may take, too, a sequence needs."""
+        self._forget_old()
+        ends, unneeded = cdiv(num_tokens, self.block_size), self._unneeded(num_tokens)
+        needed, free = ends - max(len(self.req_to_blocks.get(request_id, ())), unneeded), 0
+        if self._own is not None:
+            hits = [block for block in new_computed_blocks if not block.is_null]
+            free = self._own.get_num_free_blocks() - sum(not block.ref_cnt for block in hits)
+            needed -= sum(not block.is_null for block in new_computed_blocks[unneeded:])
+        return max(0, needed - free)
 
     def add_local_computed_blocks(
         self, request_id: str, new_computed_blocks: Sequence[Any], num_local_computed_tokens: int, *args: Any, **kwargs: Any
     ) -> None:
-        """Adds null blocks, because nothing is cached."""
+        """Adds the pages that were found, and notes those that are missing."""
         before = self.get_num_skipped_tokens(num_local_computed_tokens) // self.block_size
-        self.req_to_blocks[request_id].extend([self.block_pool.null_block] * before)
-        self.num_cached_block[request_id] = before
+        ends, null = num_local_computed_tokens // self.block_size, self.block_pool.null_block
+        found = [*new_computed_blocks[before:ends]]
+        found += [null] * (ends - before - len(found))
+        if hits := [block for block in found if not block.is_null]:
+            self._own.touch(hits)
+        self.req_to_blocks[request_id].extend([null] * before + found)
+        self._missing[request_id] = [before + i for i, block in enumerate(found) if block.is_null]
+        self.num_cached_block[request_id] = ends
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> list[Any]:
         """New pages of the sequence; null blocks outside the window."""
-        held = self.req_to_blocks[request_id]
+        held, unneeded = self.req_to_blocks[request_id], self._unneeded(num_tokens)
+        missing = [number for number in self._missing.pop(request_id, ()) if number >= unneeded]
+        for number, block in zip(missing, self._take(len(missing)), strict=True):
+            held[number] = block
+        if missing:
+            self._restored[request_id] = missing
         ends = cdiv(num_tokens, self.block_size)
-        nulls = max(0, min(ends, self._unneeded(num_tokens)) - len(held))
-        made = [self.block_pool.null_block] * nulls + self.block_pool.get_new_blocks(max(0, ends - len(held) - nulls))
+        nulls = max(0, min(ends, unneeded) - len(held))
+        made = [self.block_pool.null_block] * nulls + self._take(max(0, ends - len(held) - nulls))
         held.extend(made)
         return made
 
     def cache_blocks(self, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
-        """Does nothing: cached rows lie in host memory."""
+        """Lets other sequences find the pages of the first `num_tokens` tokens."""
+        name, size = request.request_id, self.block_size
+        begun, ends = self.num_cached_block.get(name, 0), num_tokens // size
+        if ends > begun and num_tokens - request.num_computed_tokens <= 1 + self.kv_cache_spec.ahead // 2:
+            self._fresh = {h: each for h, each in self._fresh.items() if each[0].num_computed_tokens < each[1]}
+            for tokens in range((begun + 1) * size, ends * size + 1, size):
+                self._fresh[request.block_hashes[tokens // self.block_pool.hash_block_size - 1]] = request, tokens
+        if self._own is not None:
+            for number in self._restored.get(name, ()):
+                self._cache(request, number, number + 1)
+            self._cache(request, begun, ends)
+        self.num_cached_block[name] = max(begun, ends)
 
     def pop_blocks_for_free(self, request_id: str) -> list[Any]:
+        """Frees the pages of the group's own pool, and returns the others."""
         self._released.pop(request_id, None)
-        return super().pop_blocks_for_free(request_id)
+        self._missing.pop(request_id, None)
+        self._restored.pop(request_id, None)
+        self._fresh = {h: each for h, each in self._fresh.items() if each[0].request_id != request_id}
+        held = super().pop_blocks_for_free(request_id)
+        if self._own is not None:
+            self._own.free_blocks(block for block in reversed(held) if self._is_own(block))
+        return [block for block in held if not self._is_own(block)]
 
     def _remove_blocks_in_range(self, request_id: str, first_block: int, last_block: int) -> None:
         """Removes pages; there may be null blocks between them after a prompt."""
@@ -84,25 +182,78 @@ class WindowManager(SlidingWindowManager):
         freed = [block for block in held[start:last] if not block.is_null]
         held[start:last] = [self.block_pool.null_block] * (last - start)
         self._released[request_id] = last
-        self.block_pool.free_blocks(freed)
+        if self._own is not None:
+            self._own.free_blocks(block for block in freed if self._is_own(block))
+        self.block_pool.free_blocks([block for block in freed if not self._is_own(block)])
 
     def _unneeded(self, num_tokens: int) -> int:
         """How many first pages neither the last of `num_tokens` tokens nor a later one attends to."""
         return self.get_num_skipped_tokens(num_tokens - 1 - self.kv_cache_spec.ahead) // self.block_size
 
+    def _is_own(self, block: Any) -> bool:
+        return self._own is not None and block.block_id >= self._first
+
+    def _take(self, count: int) -> list[Any]:
+        """New blocks: the group's own first."""
+        if self._own is None:
+            return self.block_pool.get_new_blocks(count)
+        own = min(count, self._own.get_num_free_blocks())
+        return self._own.get_new_blocks(own) + self.block_pool.get_new_blocks(count - own)
+
+    def _cache(self, request: Any, first: int, stop: int) -> None:
+        """Lets others find pages first .. stop - 1, those of the group's own pool."""
+        if first < stop:
+            null, held = self.block_pool.null_block, self.req_to_blocks[request.request_id][first:stop]
+            pages = [null] * first + [block if self._is_own(block) else null for block in held]
+            self._own.cache_full_blocks(request, pages, first, stop, self.block_size, self.kv_cache_group_id)
+
+    def _forget_old(self) -> None:
+        """Forgets all pages if vLLM has forgotten its blocks, as it does when weights change. Asked before pages are given."""
+        if self._hashes is not self.block_pool.cached_block_hash_to_block:
+            self._hashes = self.block_pool.cached_block_hash_to_block
+            self._fresh.clear()
+            if self._own is not None:
+                self._own.reset_prefix_cache()
+
 
 @dataclass(frozen=True, kw_only=True)
 class WindowSpec(SlidingWindowSpec):
     """Spec of the window. whole: sequences of fewer tokens keep all of them (`plan.window_start`). passes: most passes in
-    flight. ahead: draft tokens that may be rejected."""
+    flight. ahead: draft tokens that may be rejected. host_blocks: blocks whose rows fit into host memory; 0 if all do."""
 
     whole: int = 0
     passes: int = 1
     ahead: int = 0
+    host_blocks: int = field(default=0, compare=False)
 
     def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
         """Most pages of one sequence: its window's, and those that passes in flight will free."""
         return window_blocks(self.sliding_window, self.whole, self.block_size, max_model_len, self.passes, self.ahead)
+
+
+def divide(scheduler: Any) -> None:
+    """Gives the last blocks of a scheduler that has handed out none yet to windows alone."""
+    coordinator, config = scheduler.kv_cache_manager.coordinator, scheduler.kv_cache_config
+    managers = [manager for manager in coordinator.single_type_managers if isinstance(manager, WindowManager)]
+    pool = coordinator.block_pool
+    specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+    first = summary_blocks_of(specs, scheduler.vllm_config, config.num_blocks)
+    each = (config.num_blocks - first) // max(1, len(managers))
+    if not each:
+        return
+    last = pool.blocks[first:]
+    for block in last:
+        pool.free_block_queue.remove(block)
+    del pool.blocks[first:]
+    pool.num_gpu_blocks = first
+    for number, manager in enumerate(managers):
+        manager.take_last(last[number * each : (number + 1) * each])
+
+
+def restored_pages(scheduler: Any) -> dict[int, dict[str, list[int]]]:
+    """Pages that the scheduled pass must restore, by cache group and request."""
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    return {m.kv_cache_group_id: m.take_restored() for m in managers if isinstance(m, WindowManager)}
 
 
 def passes_of(vllm_config: Any) -> int:

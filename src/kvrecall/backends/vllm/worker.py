@@ -1,5 +1,5 @@
-"""vLLM's worker with a limit by host memory: blocks must fit on device and host. Rows are page-locked at the start or when
-blocks are handed out."""
+"""vLLM's worker with a limit by host memory: blocks of summaries must fit on device and host, those of windows on the device.
+Rows are page-locked at the start, ahead of need, or when blocks are handed out."""
 
 # Only imported where vLLM is installed.
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportAttributeAccessIssue=false
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -16,16 +16,15 @@ from vllm.platforms import current_platform
 
 from kvrecall.backends.vllm.engine_state import EngineState
 from kvrecall.backends.vllm.last_line import kept
-from kvrecall.backends.vllm.machine import launch_of, ranks_here
 from kvrecall.backends.vllm.metrics import CounterWriter
 from kvrecall.backends.vllm.page_sizes import alike
 from kvrecall.backends.vllm.refused import left_out
 from kvrecall.backends.vllm.threads import one_thread_after_fork
 from kvrecall.backends.vllm.whole import Graphs
-from kvrecall.backends.vllm.window_pages import passes_of
+from kvrecall.backends.vllm.window_pages import WindowSpec
 from kvrecall.core.errors import HostMemoryError, ParameterError
 from kvrecall.core.launch import cdiv
-from kvrecall.step.capacity import Capacity, ahead_of, needed_blocks
+from kvrecall.step.capacity import needed_blocks, summary_blocks_of
 from kvrecall.step.stream import HostBlocks
 
 try:
@@ -55,36 +54,38 @@ class Worker(StockWorker):
 
     @kept()
     def get_kv_cache_spec(self) -> dict[str, Any]:
-        """What each layer caches, in pages of one size. Raises ParameterError for an unsupported block size."""
-        return alike(super().get_kv_cache_spec(), EngineState.of(self.vllm_config).names)
+        """What each layer caches, in pages of one size, and to windows how many blocks have host memory. Raises ParameterError
+        for an unsupported block size."""
+        engine = EngineState.of(self.vllm_config)
+        specs = alike(super().get_kv_cache_spec(), engine.names)
+        blocks = engine.host_plan(self.rank).blocks if engine.divides else 0
+        return {n: replace(x, host_blocks=blocks) if isinstance(x, WindowSpec) else x for n, x in specs.items()}
 
     @kept()
     def determine_available_memory(self) -> int:
-        """Device bytes for pages, of at most the blocks whose rows fit on the host. Raises HostMemoryError if one sequence of
-        the longest length does not fit."""
+        """Device bytes for pages. Without kvrecall's scheduler, which gives blocks without host memory to windows alone, of at
+        most the blocks whose rows fit on the host. Raises HostMemoryError if one sequence of the longest length does not
+        fit."""
         available, engine, config = super().determine_available_memory(), EngineState.of(self.vllm_config), self.vllm_config
-        groups = get_kv_cache_groups(config, self.get_kv_cache_spec())
-        size, launch = config.cache_config.block_size, launch_of(config.parallel_config)
-        ranks = ranks_here(config.parallel_config, self.rank, HostBlocks.of_all(engine.shapes, size))
-        capacity = Capacity.of(
-            engine.settings, engine.shapes, size, engine.longest, passes_of(config), ranks, ahead_of(engine.drafts),
-            max(len(group.layer_names) for group in groups), launch,
-        )  # fmt: skip
+        groups, size = get_kv_cache_groups(config, self.get_kv_cache_spec()), config.cache_config.block_size
         per_block = max(len(group.layer_names) * group.kv_cache_spec.page_size_bytes for group in groups)
         if engine.settings.residency == "device":
             return self._with_rows(available, per_block, size)
-        plan = engine.plan = capacity.host
-        engine.first_blocks = needed = needed_blocks([group.kv_cache_spec for group in groups], config)
-        if plan.blocks < needed:
-            raise HostMemoryError(needed * plan.block_bytes, plan.limit, engine.longest)
+        specs, plan = [group.kv_cache_spec for group in groups], engine.host_plan(self.rank)
+        needed = needed_blocks(specs, config)
+        least = needed_blocks([x for x in specs if not isinstance(x, WindowSpec)], config) if engine.divides else needed
+        if plan.blocks < least:
+            raise HostMemoryError(least * plan.block_bytes, plan.limit, engine.longest)
         override = config.cache_config.num_gpu_blocks_override
-        if override is not None and override > plan.blocks:  # vLLM does not check it
+        if override is not None and override > plan.blocks and not engine.divides:  # vLLM does not check it
             raise ParameterError("num_gpu_blocks_override", f"at most {plan.blocks:,} (host memory)", override, "Lower it.")
-        allowed = min(available, plan.blocks * per_block)
-        engine.promise(allowed // per_block)
+        allowed = available if engine.divides else min(available, plan.blocks * per_block)
+        blocks = allowed // per_block if override is None else override
+        with_rows = summary_blocks_of(specs, config, blocks)
+        engine.promise(max(0, with_rows))
         _log.info(
-            "kvrecall: %d blocks of %d tokens (host memory: %.1f GiB hold %d, device memory: %d); %d tokens need %d",
-            allowed // per_block, size, plan.limit / 2**30, plan.blocks, available // per_block, engine.longest, needed,
+            "kvrecall: %d blocks of %d tokens, of which %d have host memory (%.1f GiB hold %d); %d tokens need %d",
+            blocks, size, with_rows, plan.limit / 2**30, plan.blocks, engine.longest, needed,
         )  # fmt: skip
         return allowed
 
@@ -162,18 +163,20 @@ class Worker(StockWorker):
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if self._warms_up:
             use_few_blocks(scheduler_output)
-        engine, highest = EngineState.of(self.vllm_config), highest_block(scheduler_output)
+        engine = EngineState.of(self.vllm_config)
+        highest = highest_block(scheduler_output, engine.groups_with_rows)
         engine.watch.look()
         if self._counter_writer is not None:
             self._counter_writer.passed()
         if highest is not None:
             engine.commit(highest + 1)
+        restored = getattr(scheduler_output, "restored_pages", None)
         if engine.refused is not None:
-            scheduler_output = left_out(scheduler_output, engine.refused)
+            scheduler_output = left_out(scheduler_output, range(engine.refused, engine.blocks))
         if engine.others:
             engine.clear(handed_out_empty(scheduler_output, engine.others))
-        engine.begin_pass(beginning(scheduler_output), scheduler_output.num_scheduled_tokens)
         told = scheduler_output
+        engine.begin_pass(beginning(told), told.num_scheduled_tokens, restored)
         self._begin(lengths(told), list(told.num_scheduled_tokens.values()))
         return super().execute_model(scheduler_output, *args, **kwargs)
 
@@ -199,11 +202,11 @@ def use_few_blocks(scheduler_output: Any) -> None:
     cached.new_block_ids = [ids and own(ids) for ids in cached.new_block_ids]
 
 
-def highest_block(scheduler_output: Any) -> int | None:
-    """The highest block id of a pass; None without new blocks."""
+def highest_block(scheduler_output: Any, groups: Iterable[int]) -> int | None:
+    """The highest block id that a pass gives to these cache groups; None without new blocks."""
     told = scheduler_output
-    groups: Iterable[Any] = (*(new.block_ids for new in told.scheduled_new_reqs), *told.scheduled_cached_reqs.new_block_ids)
-    return max((max(ids) for each in groups if each for ids in each if ids), default=None)
+    given: Iterable[Any] = (*(new.block_ids for new in told.scheduled_new_reqs), *told.scheduled_cached_reqs.new_block_ids)
+    return max((max(each[group]) for each in given if each for group in groups if each[group]), default=None)
 
 
 def handed_out_empty(scheduler_output: Any, sizes: dict[int, int]) -> list[int]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_FEW = tl.constexpr(4)
+_FEW = tl.constexpr(8)
 """Most blocks of a program that are looked up in advance."""
 
 
