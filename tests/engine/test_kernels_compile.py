@@ -307,9 +307,9 @@ def test_a_step_and_prompts_over_blocks_of_vllm(
     layer.aside.join()
     names = {kernel.__name__ for kernel, *_ in launches.values()}
     own = {"plan_kernel", "store_kernel", "host_kernel", "run_kernel", "window_kernel", "paged_step_kernel", "merge_kernel"}
-    own |= {"recent_kernel", "keep_kernel"}
+    own |= {"recent_kernel", "keep_kernel", "encode_placed_kernel"}
     own |= {"mean_kernel", "page_means_kernel"} if estimate else set()
-    shared = {"encode_kernel", "rotate_kernel", "binary_kernel" if capability < 100 else "product_kernel", "compact_kernel",
+    shared = {"rotate_kernel", "binary_kernel" if capability < 100 else "product_kernel", "compact_kernel",
               "rerank_kernel", "top_kernel"}  # fmt: skip
     assert names == own | shared
     # Other sizes of the shared ones are compiled by the tests of encoding and of captured layers.

@@ -74,7 +74,7 @@ def test_nothing_is_compiled_later(
     known = set(launches)
     names = {kernel.__name__ for kernel, *_ in launches.values()}
     assert {"store_kernel", "run_kernel", "take_in_kernel"} <= names
-    assert ({"encode_kernel", "mean_kernel"} if method is METHOD else {"pages_kernel", "expand_kernel"}) <= names
+    assert ({"encode_placed_kernel", "mean_kernel"} if method is METHOD else {"pages_kernel", "expand_kernel"}) <= names
     assert {"plan_kernel", "window_kernel", "paged_step_kernel"} <= names
     for count, past in ((1 + each, 0), (33, 0), (128, 0), (599, 0), (600, 600), (599, 1301), (8, 1), (100, 1024)):
         for steps in (0, 1, 3, 16):

@@ -188,3 +188,36 @@ def test_parts_of_different_blocks_are_refused() -> None:
     into, blocks = replace(pages.codes, weights=others.codes.weights), torch.zeros(1, dtype=torch.int32)
     with pytest.raises(AssertionError):
         kernels.encode(gaussian(1, 2, 4, 64), rotation_of(64), 0, into, blocks)
+
+
+@pytest.mark.parametrize("kind", ["rotated", "centred"])
+@pytest.mark.parametrize(("dim", "dtype"), [(64, torch.bfloat16), (96, torch.float32), (128, torch.float16)])
+def test_tokens_anywhere_have_the_codes_of_their_positions(kind: str, dim: int, dtype: torch.dtype) -> None:
+    """Those of a prompt in one piece, to the last bit: out of order, from a tensor and from pages, and none without a slot."""
+    model, size, heads, page = Model(1, 2, 1, dim), 64, 2, 8
+    maps = rotation_of(dim) if kind == "rotated" else SphereConfig(**OWN).build(model.layer()).maps
+    layout = CodeLayout(heads, dim, torch.uint8, True, size)
+    keys, blocks = synthetic_keys("zeros", 3, heads, 200, dim).to(dtype), torch.tensor([3, 0, 2, 5], dtype=torch.int32)
+
+    def empty() -> tuple[Tensor, Codes, Tensor]:
+        pages = torch.full((6, layout.block_bytes), 77, dtype=torch.uint8)
+        return pages, layout.codes(pages), torch.zeros(heads, dtype=torch.int32)
+
+    expected, codes, zero_norms = empty()
+    kernels.encode(keys, maps, 0, codes, blocks, zero_norms)
+    order = torch.randperm(200, generator=torch.Generator().manual_seed(2))
+    slots = blocks[order // size].long() * size + order % size
+    none = torch.tensor([-1, -1])
+    slots, lengths = torch.cat([slots[:90], none, slots[90:]]), torch.cat([order[:90], none, order[90:]]).int() + 1
+    fresh = torch.cat([keys[:, order[:90]], keys[:, :2] + 1, keys[:, order[90:]]], 1).transpose(0, 1).contiguous()
+    places = torch.randperm(208, generator=torch.Generator().manual_seed(3))[:202]
+    rows = torch.zeros(26, heads, page, 2 * dim, dtype=dtype)
+    rows[places // page, :, places % page, :dim] = fresh
+    centring = kernels.Centring.of(maps, 200)
+    for given in (
+        kernels.PlacedKeys(fresh, None, slots, lengths),
+        kernels.PlacedKeys(rows, places, slots, torch.stack([lengths, lengths], 1)[:, 0]),
+    ):
+        made, codes, zeros = empty()
+        kernels.encode_placed(given, maps, centring, codes, zeros)
+        assert torch.equal(made, expected) and torch.equal(zeros, zero_norms)

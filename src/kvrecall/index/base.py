@@ -206,6 +206,20 @@ class PagedSizes:
     row: int
 
 
+@dataclass(frozen=True)
+class PagedPrompts:
+    """The tokens of a pass that belong to prompts, in chunks one behind the other. spans: of each chunk the row of the batch,
+    the first position, and its tokens among these. told: int32 `[n, 4]`, of each chunk its row, how many tokens came before,
+    its first token in the pass, and its tokens. slots: int64 `[n]`, block * block_size + offset of each token, < 0 for none.
+    lengths: int32 `[n]`, tokens of its sequence up to it. blocks: int32 `[b, W]`, block tables of the rows."""
+
+    spans: Sequence[tuple[int, int, slice]]
+    told: Tensor
+    slots: Tensor
+    lengths: Tensor
+    blocks: Tensor
+
+
 class PagedKernels(ABC):
     """The index of one layer over the blocks of an engine, on a GPU, as `PagedIndex` on the host. Its launches, or torch
     functions of fixed sizes, never wait for the device, so a step can be recorded.
@@ -231,9 +245,14 @@ class PagedKernels(ABC):
         """Resets what it knows of the keys that it was given."""
 
     @abstractmethod
-    def store(self, keys: Tensor, first: int, blocks: Tensor, row: int) -> None:
-        """Writes the summaries of keys `[H_kv, n, D]` of a prompt, at positions from `first` on. blocks: int32 `[b, W]`, of
-        which `row` is the sequence's. Earlier rows are on the host."""
+    def store(self, keys: Tensor, prompts: PagedPrompts) -> None:
+        """Writes the summaries of keys `[n, H_kv, D]` of prompts. Earlier rows are on the host."""
+
+    def store_recent(self, window: Any, places: Tensor, slots: Tensor, lengths: Tensor) -> bool:
+        """Writes the summaries of decoded tokens that the window has, instead of `summary`; returns whether it did. window:
+        `cache.paged_rows.Recent`. places: int64 `[n]`, the tokens' slots there. slots: as for `store_decoded`. lengths: int32
+        `[n]`, contiguous or not, tokens of their sequences up to them."""
+        return False
 
     def store_decoded(self, keys: Tensor, slots: Tensor) -> None:  # noqa: B027 - optional: most summarise in the step's kernel
         """Writes the summaries of decoded tokens `[n, H_kv, D]`, unless `summary` does. slots: int64 `[n]`, block *

@@ -33,6 +33,7 @@ from kvrecall.index.base import (
     LayerShape,
     PagedIndex,
     PagedKernels,
+    PagedPrompts,
     PagedSizes,
     RowSource,
     sink_ids,
@@ -246,10 +247,8 @@ class TokenKernels(PagedKernels):
         self._size = rows.shape[2]
         self._tables = tables_in(pages, self._config, self._shape, self._size)
 
-    def store(self, keys: Tensor, first: int, blocks: Tensor, row: int) -> None:
-        positions = torch.arange(first, first + keys.shape[1], device=keys.device)
-        own = blocks[row, positions // self._size].long()
-        write_summaries(self._config, self._tables, keys.transpose(0, 1), own, positions % self._size)
+    def store(self, keys: Tensor, prompts: PagedPrompts) -> None:
+        self.store_decoded(keys, prompts.slots)
 
     def store_decoded(self, keys: Tensor, slots: Tensor) -> None:
         keys = keys.masked_fill((slots < 0).view(-1, 1, 1), 0)

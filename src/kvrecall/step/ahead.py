@@ -5,10 +5,12 @@ from __future__ import annotations
 import atexit
 import threading
 from collections.abc import Callable
+from time import perf_counter, sleep
 
 
 class Ahead:
-    """A thread that takes memory piece by piece while there is less than wanted."""
+    """A thread that takes memory piece by piece while there is less than wanted. It rests as long as each piece took, because
+    page-locking holds up launches of kernels."""
 
     def __init__(self, take: Callable[[int], bool]) -> None:
         """take: takes one piece if fewer blocks than the given number have memory, and returns whether it did."""
@@ -34,5 +36,7 @@ class Ahead:
         while not self._ended:
             self._more.wait()
             self._more.clear()
+            begun = perf_counter()
             while not self._ended and self._take(self._wanted):
-                pass
+                sleep(perf_counter() - begun)
+                begun = perf_counter()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -18,9 +19,10 @@ import torch
 from torch import Tensor
 
 from kvrecall.attend import attend_block, attend_causal
+from kvrecall.core.cuda import to_device
 from kvrecall.core.launch import cdiv, next_power_of_2, overlapping
 from kvrecall.core.structs import AttentionParams, Partial, lasting_tensors
-from kvrecall.index.base import SEARCH_FIELDS, IndexConfig, LayerShape, PagedKernels, PagedSizes
+from kvrecall.index.base import SEARCH_FIELDS, IndexConfig, LayerShape, PagedKernels, PagedPrompts, PagedSizes
 from kvrecall.merge import merge_in_turn
 from kvrecall.merge.cuda import merge_step
 from kvrecall.methods.base import Method
@@ -151,6 +153,18 @@ class Pass:
     slots: Tensor
     tables: dict[int, list[int]]
     runs: Sequence[Run] = ()
+
+    @cached_property
+    def prompts(self) -> PagedPrompts:
+        """Its chunks, for all layers."""
+        first, last = self.chunks[0].tokens.start, self.chunks[-1].tokens.stop
+        counts = torch.tensor([[c.past, c.among - c.past] for c in self.chunks], dtype=torch.int64, device="cpu")
+        begins = counts[:, 1].cumsum(0) - counts[:, 1]
+        lengths = (counts[:, 0] - begins).repeat_interleave(counts[:, 1]) + torch.arange(1, last - first + 1, device="cpu")
+        told = [(c.row, c.past, c.tokens.start, c.among - c.past) for c in self.chunks]
+        lengths, told = to_device(self.slots.device, lengths.int(), torch.tensor(told, dtype=torch.int32, device="cpu"))
+        spans = [(c.row, c.past, slice(c.tokens.start - first, c.tokens.stop - first)) for c in self.chunks]
+        return PagedPrompts(spans, told, self.slots[first:last], lengths, self.blocks)
 
     @staticmethod
     def of(told: Any, plan: PassPlan, block_size: int, drafts: int, whole: int = 0) -> Pass:
@@ -324,7 +338,7 @@ class DeviceLayer:
     def _keep(self, keys: Tensor, values: Tensor, batch: Pass, window: Window) -> None:
         """The first tokens of a pass, of which none searches: stores them in the window, and summarises them at
         the end of the pass."""
-        from kvrecall.cache.paged_rows import Fresh
+        from kvrecall.cache.paged_rows import Fresh, summarise_nothing
         from kvrecall.step import kernels
 
         k, v, plan = keys[: batch.decodes], values[: batch.decodes], batch.plan
@@ -335,11 +349,15 @@ class DeviceLayer:
         kernels.recent_kernel[(len(k) * heads,)](
             Fresh(k, v, k.stride(0), v.stride(0)), own, recent, heads, **sizes, num_warps=1, **overlapping(self.shape.device)
         )
-        (summarise, summary), pieces = self.index.summary(), self.index.programs + meaned + 1
-        programs, means = len(k) * heads * pieces, self._page_means()
+        means, places, slots = self._page_means(), window.slots[: len(k)], batch.slots[: len(k)]
+        lengths = plan.rows[: len(k), SEARCH_FIELDS]
 
         def keep() -> None:
-            kernels.keep_kernel[(programs,)](
+            (summarise, summary), programs = self.index.summary(), self.index.programs
+            if self.index.store_recent(recent, places, slots, lengths):
+                summarise, summary, programs = summarise_nothing, (), 0
+            pieces = programs + meaned + 1
+            kernels.keep_kernel[(len(k) * heads * pieces,)](
                 own, held, recent, summary, means, self.scratch.sinks, self._every, self._phase, BLOCK=self._host.block_size,
                 W=self.scratch.parts.rows, PIECES=pieces, MEANED=meaned, SUMMARISE=summarise, **sizes, num_warps=4,
             )  # fmt: skip
@@ -405,21 +423,18 @@ class DeviceLayer:
             Fresh(keys[first:last], values[first:last], *strides), batch.slots[first:], window.slots[first:], staged, recent,
             self.bad, count, heads, T=_STORED, **here,
         )  # fmt: skip
-        tiles = heads * cdiv(count, _STORED)
+        tiles, chunks = heads * cdiv(count, _STORED), batch.prompts.told
         with self.aside.launched(staged):
             host_kernel[(min(tiles, _WRITERS),)](staged, batch.slots[first:], held, count, tiles, T=_STORED, **sizes)
-        for chunk in batch.chunks:
-            if chunk.past:  # its last tokens may have been decoded, because a pass had room for few of them
-                run_kernel[(heads,)](held, recent, chunk.row, chunk.past, self._every, self._phase, W=_STORED, **sizes)
-            own = keys[chunk.tokens]
-            self.index.store(own.transpose(0, 1), chunk.past, batch.blocks, chunk.row)
-            page = self.scratch.mean_tokens
-            whole = (chunk.past + len(own)) // page - chunk.past // page
-            if self._means is not None and whole:
-                mean_kernel[(whole, heads)](
-                    Fresh(own, values[chunk.tokens], *strides), held, recent, means, chunk.row, chunk.past, self.scratch.sinks,
-                    T=_STORED, **sizes,
-                )  # fmt: skip
+        if any(chunk.past for chunk in batch.chunks):  # its last tokens may have been decoded, because a pass had room for few
+            run_kernel[(heads, len(chunks))](held, recent, chunks, self._every, self._phase, W=_STORED, **sizes)
+        self.index.store(keys[first:last], batch.prompts)
+        page = self.scratch.mean_tokens
+        whole = max(chunk.among // page - chunk.past // page for chunk in batch.chunks)
+        if self._means is not None and whole:
+            mean_kernel[(whole, heads, len(chunks))](
+                Fresh(keys, values, *strides), held, recent, means, chunks, self.scratch.sinks, T=_STORED, **sizes
+            )
 
     def prompts(self, queries: Tensor, keys: Tensor, values: Tensor, batch: Pass, window: Window, out: Tensor) -> None:
         """Chunks attend to themselves and to everything before them, streamed from the host; queries, out `[T, H_q, D]`. A

@@ -423,15 +423,19 @@ def mean_place(means, p_blocks, first, i_kv, BLOCK: tl.constexpr, D: tl.constexp
     return means.rows + block * means.STRIDE + (i_kv * BLOCK + first % BLOCK) // means.TOKENS * (2 * D)
 
 
-@triton.jit(do_not_specialize=["i_row", "past", "PHASE"])
+@triton.jit(do_not_specialize=["PHASE"])
 def run_kernel(
-    held, window, i_row, past, EVERY, PHASE, BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, W: tl.constexpr
-):
-    """Program (KV head): copies the run that `past` tokens of a sequence, in this row of the batch, have begun from the
-    window's pages to the host; the rest as in `paged_step_kernel`."""
-    none = Fresh(window.rows, window.rows, 0, 0)
-    rows = head_rows(none, window, held, 0, 0, past, 0, i_row.to(tl.int64), tl.program_id(0), D)
-    store_run(rows, run_start(past, PHASE, EVERY, BLOCK), past, BLOCK, D, BD, W)
+    held, window, p_chunks, EVERY, PHASE, BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, W: tl.constexpr
+):  # fmt: skip
+    """Program (KV head, chunk): copies the run that the earlier tokens of a sequence have begun from the window's pages to the
+    host. chunks int32 `[n, 4]`: row of the batch, earlier tokens, first token in the pass, tokens; the rest as in
+    `paged_step_kernel`."""
+    p_own = p_chunks + tl.program_id(1) * 4
+    past = tl.load(p_own + 1)
+    if past > 0:
+        none = Fresh(window.rows, window.rows, 0, 0)
+        rows = head_rows(none, window, held, 0, 0, past, 0, tl.load(p_own).to(tl.int64), tl.program_id(0), D)
+        store_run(rows, run_start(past, PHASE, EVERY, BLOCK), past, BLOCK, D, BD, W)
 
 
 @triton.jit(do_not_specialize=["p_slots", "p_window_slots", "tokens"])
@@ -499,17 +503,19 @@ def refill_kernel(
     tl.store(p_to + (o_t * TOKEN)[:, None] + o_n[None, :], b_row, mask=m_n)
 
 
-@triton.jit(do_not_specialize=["i_row", "past"])
+@triton.jit
 def mean_kernel(
-    fresh, held, window, means, i_row, past, SINKS,
-    BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr,
+    fresh, held, window, means, p_chunks, SINKS, BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr
 ):  # fmt: skip
-    """Program (page, KV head): the mean of a page that a chunk of a prompt completes.
+    """Program (page, KV head, chunk): the mean of a page that a chunk of a prompt completes.
 
-    fresh: the chunk, after `past` tokens of the sequence in this row of the batch, whose rows are on the host. Others as in
+    fresh: tokens of the pass. Earlier ones of their sequences are on the host. chunks as in `run_kernel`, others as in
     `paged_step_kernel`. Bytes: 4 D per token, read once.
     """
-    i_kv = tl.program_id(1)
+    i_kv, p_own = tl.program_id(1), p_chunks + tl.program_id(2) * 4
+    past = tl.load(p_own + 1)
     first = (past // means.TOKENS + tl.program_id(0)) * means.TOKENS
-    rows = head_rows(fresh, window, held, 0, 0, past, past, i_row.to(tl.int64), i_kv, D)
-    take_mean(rows, mean_place(means, rows.blocks, first, i_kv, BLOCK, D), first, means.TOKENS, SINKS, BLOCK, D, BD, T)
+    if first + means.TOKENS <= past + tl.load(p_own + 3):
+        i_row, i_token = tl.load(p_own).to(tl.int64), tl.load(p_own + 2).to(tl.int64)
+        rows = head_rows(fresh, window, held, i_token, 0, past, past, i_row, i_kv, D)
+        take_mean(rows, mean_place(means, rows.blocks, first, i_kv, BLOCK, D), first, means.TOKENS, SINKS, BLOCK, D, BD, T)

@@ -40,6 +40,7 @@ from kvrecall.methods.base import HEAD_DIMS
 from kvrecall.step.device import DeviceLayer, Pass
 from kvrecall.step.paged import Batch, PagedLayer
 from kvrecall.step.plan import PassPlan
+from kvrecall.step.refill import refill
 from kvrecall.step.settings import BLOCK_TOKENS, LEAST_BLOCK, check_block_size, least_block
 from kvrecall.step.summaries import check_device, width_of
 from kvrecall.step.warmup import FakeMetadata, Layout, Limits, trials
@@ -276,6 +277,7 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
                 self._run(query, key, value, self._own.kv_cache, metadata, replace(recent, attend=nothing), output)
             if isinstance(self._layer, DeviceLayer):
                 self._layer.aside.join()  # nothing is left for a pass that is recorded
+        refill(self._window_layer.kv_cache, torch.zeros(1, 3, dtype=torch.int32, device=shape.device), self._host)
         return len(passes)
 
     @property
@@ -304,6 +306,7 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
             self._layer = PagedLayer.over(self.number, shape, settings.method, self._params, pages, host)
         self._engine.layers[self.number] = self._layer
         self._engine.windows[self._name] = self._window_layer, host
+        self._host = host
         self._bound = (kv_cache.data_ptr(), len(kv_cache))
 
 

@@ -47,9 +47,8 @@ from kvrecall.step.stream import DeviceBlocks, HostBlocks
 from kvrecall.step.warmup import Limits
 
 _log = logging.getLogger("vllm.kvrecall")
-_BURST, _PIECES = 1 << 16, 8
-"""Tokens that may come at once without waiting for host memory; pieces of a slab that a thread takes one by one, so that
-nobody waits long for it."""
+_BURST, _PIECE = 1 << 16, 1 << 10
+"""Tokens that may come at once without waiting for host memory, and those for which a thread takes memory at a time."""
 
 _engine: EngineState | None = None
 """This process's engine; there is one at a time."""
@@ -235,7 +234,7 @@ class EngineState:
             if self.plan is None or self.refused is not None or self._given >= min(wanted, self.blocks):
                 return False
             try:
-                self._take(min(self._given + max(1, self.plan.slab // _PIECES), self.blocks), beside=True)
+                self._take(min(self._given + cdiv(_PIECE, self.plan.block_size), self.blocks), beside=True)
             except KVRecallError:  # a pass that needs the memory will say so
                 return False
         return True
@@ -271,7 +270,7 @@ class EngineState:
 
     def begin(self, kv_cache_config: Any) -> None:
         """Called when vLLM has allocated its pages: stores the cache group of each layer. Host memory of one sequence of the
-        longest length, of at most `memory.AT_START_BYTES`, will be page-locked with the first pass."""
+        longest length and of a burst, of at most `memory.AT_START_BYTES`, will be page-locked with the first pass."""
         groups, ours = list(enumerate(kv_cache_config.kv_cache_groups)), self.names
         self.groups = {name: i for i, group in groups for name in group.layer_names}
         self.others = {i: group.kv_cache_spec.block_size for i, group in groups if ours.isdisjoint(group.layer_names)}
@@ -288,7 +287,7 @@ class EngineState:
             _log.info("kvrecall: FlashAttention does not serve short sequences: %s", why)
         if self.plan is not None:
             self._burst = cdiv(_BURST, self.plan.block_size)
-            self.commit(min(1 + cdiv(self.longest, self.plan.block_size), self.plan.at_start))
+            self.commit(min(1 + cdiv(self.longest, self.plan.block_size) + self._burst, self.plan.at_start))
 
     def warm_up(self) -> None:
         """Does at the start what the first prompt would wait for (`warmup.py`), once per engine. The pages are allocated, and

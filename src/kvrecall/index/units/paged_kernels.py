@@ -15,7 +15,7 @@ from torch import Tensor
 from kvrecall.cache.paged_rows import Fresh, Held, Recent, head_rows, load_part
 from kvrecall.core.launch import cdiv, next_power_of_2
 from kvrecall.core.structs import lasting_tensors
-from kvrecall.index.base import LayerShape, PagedKernels, PagedSizes
+from kvrecall.index.base import LayerShape, PagedKernels, PagedPrompts, PagedSizes
 from kvrecall.index.units.kernels import UnitSource
 from kvrecall.index.units.paged import pages_in
 from kvrecall.index.units.search import GpuUnitSearch
@@ -102,17 +102,19 @@ class PageKernels(PagedKernels):
         spread = fixed(kind.bounds == "mean-deviation")
         return summarise_page, PageArguments(self._reps, self._reps.stride(0), fixed(kind.tokens), fixed(kind.points), spread)
 
-    def store(self, keys: Tensor, first: int, blocks: Tensor, row: int) -> None:
-        (heads, count, dim), page = keys.shape, self._kind.tokens
-        whole = (first + count) // page - first // page
-        if not whole:
-            return
-        assert keys.stride(2) == 1 and (heads == 1 or keys.stride(0) == dim), "heads of a token lie side by side"
-        fresh, held = Fresh(keys, keys, keys.stride(1), 0), Held(self._rows, blocks, blocks.stride(0), heads)
+    def store(self, keys: Tensor, prompts: PagedPrompts) -> None:
+        (_, heads, dim), page, blocks = keys.shape, self._kind.tokens, prompts.blocks
+        assert keys.stride(2) == 1 and (heads == 1 or keys.stride(1) == dim), "heads of a token lie side by side"
+        held = Held(self._rows, blocks, blocks.stride(0), heads)
         window = Recent(keys, blocks, 0, 1, 0, 0, 0)  # of which nothing is read
-        pages_kernel[(whole, heads)](
-            fresh, held, window, self.summary()[1], row, first, BLOCK=self._size, D=dim, BD=next_power_of_2(dim), num_warps=4
-        )
+        for row, first, tokens in prompts.spans:
+            own = keys[tokens]
+            whole = (first + len(own)) // page - first // page
+            if whole:
+                pages_kernel[(whole, heads)](
+                    Fresh(own, own, own.stride(0), 0), held, window, self.summary()[1], row, first, BLOCK=self._size, D=dim,
+                    BD=next_power_of_2(dim), num_warps=4,
+                )  # fmt: skip
 
     def search(self, queries: Tensor, blocks: Tensor, plan: Tensor, fire: Tensor, scaling: float) -> None:
         scores, fixed = self._search.scores, tl.constexpr

@@ -115,8 +115,12 @@ def centre_at(p_means, MEANS, p_cos, p_sin, span, D: tl.constexpr, o_d):
 
 @triton.jit
 def less_centres(b_keys, p_means, MEANS, p_cos, p_sin, span, D: tl.constexpr, o_d, SPANS: tl.constexpr, SPAN: tl.constexpr):
-    """Keys `[T, ·]`, coordinates `o_d`, minus their centres; they fill SPANS whole spans from `span` on, or a part of one."""
-    b_centre = centre_at(p_means, MEANS, p_cos, p_sin, span, D, o_d)[None, :]
+    """Keys `[T, ·]`, coordinates `o_d`, minus their centres; they fill SPANS whole spans from `span` on, or a part of one.
+    SPANS is 0 if span `[T]` tells each key's own."""
+    if SPANS == 0:
+        b_centre = centre_at(p_means, MEANS, p_cos, p_sin, span[:, None], D, o_d[None, :] + tl.zeros_like(b_keys).to(tl.int32))
+    else:
+        b_centre = centre_at(p_means, MEANS, p_cos, p_sin, span, D, o_d)[None, :]
     if SPANS > 1:
         o_t = tl.arange(0, b_keys.shape[0])
         b_centre += tl.zeros_like(b_keys)
@@ -140,32 +144,17 @@ def eleven_bits(b_x):
     return ((b_x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "p_signs", "p_magnitudes", "p_weights", "p_norms", "p_table", "p_zero_norms", "number", "tokens", "TABLE", "BYTES",
-    ]
-)  # fmt: skip
-def encode_kernel(
-    p_keys, p_maps, p_means, p_cos, p_sin, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights, p_norms, p_table,
-    p_zero_norms, number, tokens, HEAD, TOKEN, MAP, MEANS, TABLE, BYTES, HIGHEST, LOWEST, MIN_ALPHA,
-    BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, BS: tl.constexpr, T: tl.constexpr,
-    BK: tl.constexpr, SPAN: tl.constexpr, CENTRED: tl.constexpr, NORMS: tl.constexpr, ZEROS: tl.constexpr,
+@triton.jit
+def encode_tile(
+    p_rows, m_t, o_code, o_norm, span, p_map, p_mean, MEANS, p_cos, p_sin, p_levels, p_thresholds, p_signs, p_magnitudes,
+    p_weights, p_norms, p_zero_norm, HIGHEST, LOWEST, MIN_ALPHA,
+    D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, BS: tl.constexpr, T: tl.constexpr, BK: tl.constexpr,
+    SPANS: tl.constexpr, SPAN: tl.constexpr, CENTRED: tl.constexpr, NORMS: tl.constexpr, ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """Program (T tokens, KV head): codes of keys of any float dtype, with strides HEAD and TOKEN in elements.
-
-    number: position of the first token in its zone. Programs begin at multiples of T in the zone, so each has whole blocks and
-    spans, or a part of one. Maps fp32 `[D, D]` have stride MAP in elements (0: one for all heads). table int32 `[TABLE]`: the
-    blocks of the sequence, with stride BYTES in bytes (`kernels/blocks.py`). CENTRED: there are means `[2, H, D]` and turns of
-    SPAN tokens each (`centre_at`). NORMS: also writes norms. ZEROS: sets zero_norms `[H]` to 1 if all weights of a key are 0.
-    """
-    i_h, first = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64) * T
-    o_t, o_d, o_s = tl.arange(0, T), tl.arange(0, BD), tl.arange(0, BS)
-    first -= number % T
-    m_t = (o_t >= -first) & (o_t < tokens - first)
-    p_rows, p_mean, p_map = p_keys + i_h * HEAD + first * TOKEN + o_t * TOKEN, p_means + i_h * D, p_maps + i_h * MAP
-    SPANS: tl.constexpr = T // SPAN if T > SPAN else 1
-    span = (number + first) // SPAN
-
+    """Codes of T keys of one KV head at `p_rows` `[T]`, those with m_t `[T]`. o_code `[T, 1]` or a number, o_norm `[T]`: where
+    the codes and the norm of a key begin, in codes, from the pointers, which may be `[T, 1]`; the rest as in `encode_kernel`,
+    for its map, mean and flag."""
+    o_d, o_s = tl.arange(0, BD), tl.arange(0, BS)
     # [T, BD]
     b_keys = tl.load(p_rows[:, None] + o_d[None, :], mask=m_t[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float32)
     m_zero = tl.max(tl.abs(b_keys), 1) == 0.0
@@ -188,31 +177,96 @@ def encode_kernel(
         b_map = tl.load(p_map + o_d[None, :] * D + o_k[:, None], mask=m_k[:, None] & (o_d < D)[None, :], other=0.0)
         b_high = eleven_bits(b_map)
         b_sum = tl.dot(b_x, b_map - b_high, input_precision="tf32")
-        if CENTRED or p_keys.dtype.element_ty == tl.float32:
+        if CENTRED or p_rows.dtype.element_ty == tl.float32:
             b_rounded = eleven_bits(b_x)
             b_sum = tl.dot(b_x - b_rounded, b_high, b_sum, input_precision="tf32")
             b_x = b_rounded
         b_turned += tl.dot(b_x, b_high, b_sum, input_precision="tf32")
 
-    m_code, begin = m_t[:, None] & (o_s < S)[None, :], number + first
+    m_code = m_t[:, None] & (o_s < S)[None, :]
+    b_weight = encode_blocks(
+        tl.reshape(b_turned, [T, BS, 8]), b_scale, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights,
+        o_code * S + o_s[None, :], m_code, HIGHEST, LOWEST, MIN_ALPHA,
+    )  # fmt: skip
+    if NORMS:
+        tl.store(p_norms + o_norm, packed(tl.sqrt(tl.sum(b_turned * b_turned, 1)) * b_scale), mask=m_t)
+    if ZEROS:
+        b_most = tl.max(tl.where(m_code, b_weight.to(tl.float32), 0.0), 1)
+        if tl.min(tl.where(m_t, b_most, 1.0), 0) == 0.0:
+            tl.store(p_zero_norm, 1)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "p_signs", "p_magnitudes", "p_weights", "p_norms", "p_table", "p_zero_norms", "number", "tokens", "TABLE", "BYTES",
+    ]
+)  # fmt: skip
+def encode_kernel(
+    p_keys, p_maps, p_means, p_cos, p_sin, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights, p_norms, p_table,
+    p_zero_norms, number, tokens, HEAD, TOKEN, MAP, MEANS, TABLE, BYTES, HIGHEST, LOWEST, MIN_ALPHA,
+    BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, BS: tl.constexpr, T: tl.constexpr,
+    BK: tl.constexpr, SPAN: tl.constexpr, CENTRED: tl.constexpr, NORMS: tl.constexpr, ZEROS: tl.constexpr,
+):  # fmt: skip
+    """Program (T tokens, KV head): codes of keys of any float dtype, with strides HEAD and TOKEN in elements.
+
+    number: position of the first token in its zone. Programs begin at multiples of T in the zone, so each has whole blocks and
+    spans, or a part of one. Maps fp32 `[D, D]` have stride MAP in elements (0: one for all heads). table int32 `[TABLE]`: the
+    blocks of the sequence, with stride BYTES in bytes (`kernels/blocks.py`). CENTRED: there are means `[2, H, D]` and turns of
+    SPAN tokens each (`centre_at`). NORMS: also writes norms. ZEROS: sets zero_norms `[H]` to 1 if all weights of a key are 0.
+    """
+    i_h, first = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64) * T
+    o_t = tl.arange(0, T)
+    first -= number % T
+    m_t = (o_t >= -first) & (o_t < tokens - first)
+    p_rows, begin = p_keys + i_h * HEAD + first * TOKEN + o_t * TOKEN, number + first
     b_known = look_up(p_table, TABLE, begin, BLOCK, T)
     b_block = blocks_of(b_known, p_table, TABLE, begin, 0, o_t, BLOCK, T)
     p_sign = p_signs + begin_of(b_block, BYTES, i_h, begin, BLOCK, T, S)
     p_magnitude = p_magnitudes + begin_of(b_block, BYTES, i_h, begin, BLOCK, T, 3 * S)
     p_weight = p_weights + begin_of(b_block, numbers_of(p_weights, BYTES), i_h, begin, BLOCK, T, S)
+    p_norm = p_norms + begin_of(b_block, BYTES, i_h, begin, BLOCK, T, 1)
     if BLOCK < T:
         p_sign, p_magnitude, p_weight = p_sign[:, None], p_magnitude[:, None], p_weight[:, None]
-    b_weight = encode_blocks(
-        tl.reshape(b_turned, [T, BS, 8]), b_scale, p_levels, p_thresholds, p_sign, p_magnitude, p_weight,
-        rows_of(o_t, BLOCK, T, S)[:, None] + o_s[None, :], m_code, HIGHEST, LOWEST, MIN_ALPHA,
+    encode_tile(
+        p_rows, m_t, rows_of(o_t, BLOCK, T, 1)[:, None], rows_of(o_t, BLOCK, T, 1), begin // SPAN, p_maps + i_h * MAP,
+        p_means + i_h * D, MEANS, p_cos, p_sin, p_levels, p_thresholds, p_sign, p_magnitude, p_weight, p_norm,
+        p_zero_norms + i_h, HIGHEST, LOWEST, MIN_ALPHA, D, BD, S, BS, T, BK, T // SPAN if T > SPAN else 1, SPAN, CENTRED,
+        NORMS, ZEROS,
     )  # fmt: skip
-    if NORMS:
-        p_norm = p_norms + begin_of(b_block, BYTES, i_h, begin, BLOCK, T, 1) + rows_of(o_t, BLOCK, T, 1)
-        tl.store(p_norm, packed(tl.sqrt(tl.sum(b_turned * b_turned, 1)) * b_scale), mask=m_t)
-    if ZEROS:
-        b_most = tl.max(tl.where(m_code, b_weight.to(tl.float32), 0.0), 1)
-        if tl.min(tl.where(m_t, b_most, 1.0), 0) == 0.0:
-            tl.store(p_zero_norms + i_h, 1)
+
+
+@triton.jit(do_not_specialize=["p_keys", "p_from", "p_slots", "p_lengths", "tokens"])
+def encode_placed_kernel(
+    p_keys, p_from, p_slots, p_lengths, p_maps, p_means, p_cos, p_sin, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights,
+    p_norms, p_zero_norms, tokens, PAGES, HEAD, TOKEN, PAGE, LENGTH, MAP, MEANS, BYTES, HIGHEST, LOWEST, MIN_ALPHA,
+    BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, BS: tl.constexpr, T: tl.constexpr,
+    BK: tl.constexpr, SPAN: tl.constexpr, CENTRED: tl.constexpr, NORMS: tl.constexpr, PAGED: tl.constexpr,
+):  # fmt: skip
+    """Program (T tokens, KV head): as `encode_kernel`, of tokens anywhere in the blocks of an engine.
+
+    slots int64 `[tokens]`: block * BLOCK + offset, < 0 for none. lengths int32 `[tokens]`, LENGTH elements apart: position + 1.
+    PAGED: keys are in pages of PAGE tokens, with strides PAGES, HEAD and TOKEN; from int64 `[tokens]`: page * PAGE + offset.
+    """
+    i_h, o_t = tl.program_id(1).to(tl.int64), tl.program_id(0) * T + tl.arange(0, T)
+    m_t = o_t < tokens
+    b_slot = tl.load(p_slots + o_t, mask=m_t, other=-1)
+    m_t = m_t & (b_slot >= 0)
+    if PAGED:
+        b_from = tl.load(p_from + o_t, mask=m_t, other=0)
+        m_t = m_t & (b_from >= 0)
+        p_rows = p_keys + i_h * HEAD + b_from // PAGE * PAGES + b_from % PAGE * TOKEN
+    else:
+        p_rows = p_keys + i_h * HEAD + o_t.to(tl.int64) * TOKEN
+    span = tl.maximum(tl.load(p_lengths + o_t.to(tl.int64) * LENGTH, mask=m_t, other=1) - 1, 0) // SPAN
+    b_slot = tl.where(m_t, b_slot, 0)
+    b_block, b_row = b_slot // BLOCK, i_h * BLOCK + b_slot % BLOCK
+    p_sign, p_magnitude = (p_signs + b_block * BYTES)[:, None], (p_magnitudes + b_block * BYTES)[:, None]
+    p_weight = (p_weights + b_block * numbers_of(p_weights, BYTES))[:, None]
+    encode_tile(
+        p_rows, m_t, b_row[:, None], b_row, span, p_maps + i_h * MAP, p_means + i_h * D, MEANS, p_cos, p_sin, p_levels,
+        p_thresholds, p_sign, p_magnitude, p_weight, p_norms + b_block * BYTES, p_zero_norms + i_h, HIGHEST, LOWEST, MIN_ALPHA,
+        D, BD, S, BS, T, BK, 0, SPAN, CENTRED, NORMS, True,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["p_signs", "start", "stop", "TABLE", "BYTES", "STEP"])
@@ -348,3 +402,36 @@ def count_signs(signs: Tensor, blocks: Tensor, counts: Tensor, start: int, stop:
             signs, blocks, counts, start, stop, blocks.shape[0], signs.stride(0), step,
             BLOCK=size, S=width, BS=padded, T=per_program, num_warps=4,
         )  # fmt: skip
+
+
+class PlacedKeys(NamedTuple):
+    """Keys of tokens anywhere in the blocks of an engine: `[n, H_kv, D]`, or with `places` in pages `[·, H_kv, PAGE, ≥ D]`.
+
+    places: int64 `[n]`, page * PAGE + offset, < 0 for none. slots: int64 `[n]`, block * block_size + offset, < 0 for none.
+    lengths: int32 `[n]`, position + 1.
+    """
+
+    keys: Tensor
+    places: Tensor | None
+    slots: Tensor
+    lengths: Tensor
+
+
+def encode_placed(given: PlacedKeys, maps: Maps, centring: Centring, into: Codes, zero_norms: Tensor) -> None:
+    """As `encode`, for tokens anywhere; centring: for the longest sequence."""
+    keys, count, paged = given.keys, len(given.slots), given.places is not None
+    dim = maps.rotation.shape[-1]
+    assert keys.stride(-1) == 1
+    pages, head, token = keys.stride()[:3] if paged else (0, keys.stride(1), keys.stride(0))
+    blocks_of_key, padded, centred = dim // BLOCK, next_power_of_2(dim), maps.means is not None
+    least, most = weight_range(into.weights.dtype, centred)
+    per_program = _NUMBERS // padded
+    encode_placed_kernel[(cdiv(count, per_program), into.signs.shape[1])](
+        keys, given.slots if given.places is None else given.places, given.slots, given.lengths, maps.keys, centring.means,
+        centring.cos, centring.sin, magnitude_levels(keys.device), magnitude_thresholds(keys.device), into.signs,
+        into.magnitudes, into.weights, into.signs if into.norms is None else into.norms, zero_norms, count, pages, head, token,
+        keys.shape[2] if paged else 1, given.lengths.stride(0), maps.stride, centring.between,
+        into.signs.stride(0), most, least, MIN_ALPHA,
+        BLOCK=into.signs.shape[2], D=dim, BD=padded, S=blocks_of_key, BS=padded // BLOCK, T=per_program, BK=_SUMMED, SPAN=SPAN,
+        CENTRED=centred, NORMS=into.norms is not None, PAGED=paged, num_warps=_WARPS, num_stages=2,
+    )  # fmt: skip

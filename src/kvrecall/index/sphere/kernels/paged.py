@@ -11,11 +11,11 @@ from torch import Tensor
 
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import lasting_tensors
-from kvrecall.index.base import LayerShape, PagedKernels, PagedSizes
+from kvrecall.index.base import LayerShape, PagedKernels, PagedPrompts, PagedSizes
 from kvrecall.index.sphere.codes import BLOCK, MIN_ALPHA, magnitude_levels, magnitude_thresholds, weight_range
 from kvrecall.index.sphere.cos_sin import SPAN
 from kvrecall.index.sphere.kernels.blocks import numbers_of
-from kvrecall.index.sphere.kernels.encode import Centring, encode, encode_one, measure_one
+from kvrecall.index.sphere.kernels.encode import Centring, PlacedKeys, encode_one, encode_placed, measure_one
 from kvrecall.index.sphere.kernels.search import GpuSearch, Tables
 from kvrecall.index.sphere.maps import Maps
 
@@ -106,8 +106,15 @@ class CodeKernels(PagedKernels):
     def forget(self) -> None:
         self.zero_norms.zero_()
 
-    def store(self, keys: Tensor, first: int, blocks: Tensor, row: int) -> None:
-        encode(keys, self._maps, first, self._codes, blocks[row], self.zero_norms)
+    def store(self, keys: Tensor, prompts: PagedPrompts) -> None:
+        self._encode(PlacedKeys(keys, None, prompts.slots, prompts.lengths))
+
+    def store_recent(self, window: Any, places: Tensor, slots: Tensor, lengths: Tensor) -> bool:
+        self._encode(PlacedKeys(window.rows, places, slots, lengths))
+        return True
+
+    def _encode(self, keys: PlacedKeys) -> None:
+        encode_placed(keys, self._maps, self._centring, self._codes, self.zero_norms)
 
     def summary(self) -> tuple[Any, CodeArguments]:
         codes, maps, centring, dim = self._codes, self._maps, self._centring, self._shape.head_dim
