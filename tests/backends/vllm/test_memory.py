@@ -46,8 +46,9 @@ def test_the_highest_block_of_a_pass() -> None:
         cached = SimpleNamespace(new_block_ids=more)
         return SimpleNamespace(scheduled_new_reqs=[SimpleNamespace(block_ids=ids) for ids in new], scheduled_cached_reqs=cached)
 
-    assert highest_block(told([([3, 8], [5])], [None, ([], [11])])) == 11
-    assert highest_block(told([], [None])) is None
+    both = [([3, 8], [5, 90])], [None, ([], [11])]
+    assert highest_block(told(*both), {0, 1}) == 90 and highest_block(told(*both), {0}) == 8
+    assert highest_block(told([], [None, ([], [4])]), {0}) is None
 
 
 def test_requests_of_a_warm_up_take_one_block_per_cache_group() -> None:
@@ -58,7 +59,7 @@ def test_requests_of_a_warm_up_take_one_block_per_cache_group() -> None:
     told = SimpleNamespace(scheduled_new_reqs=[SimpleNamespace(block_ids=([3, 8], [5]))], scheduled_cached_reqs=cached)
     use_few_blocks(told)
     assert told.scheduled_new_reqs[0].block_ids == ([0, 0], [1]) and cached.new_block_ids == [None, ([0], [1, 1])]
-    assert highest_block(told) == 1
+    assert highest_block(told, {0, 1}) == 1
 
 
 def test_blocks_that_a_pass_hands_out_empty_to_other_backends() -> None:

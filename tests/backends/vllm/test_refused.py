@@ -19,7 +19,7 @@ def test_blocks_without_memory_are_left_out_of_a_copy() -> None:
     told = SimpleNamespace(
         scheduled_new_reqs=[SimpleNamespace(req_id="a", block_ids=([3, 9], [7]))], scheduled_cached_reqs=cached
     )
-    made = left_out(told, 8)
+    made = left_out(told, range(8, 20))
     assert dict(handed_out(made)) == {"a": ([3, 0], [7]), "c": ([0, 0], [4])}
     assert dict(handed_out(told)) == {"a": ([3, 9], [7]), "c": ([0, 8], [4])}
     assert made.scheduled_cached_reqs.new_block_ids[0] is None

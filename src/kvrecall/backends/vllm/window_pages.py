@@ -111,12 +111,14 @@ class WindowManager(SlidingWindowManager):
     ) -> int:
         """How many blocks that others may take, too, a sequence needs."""
         self._forget_old()
-        ends, unneeded = cdiv(num_tokens, self.block_size), self._unneeded(num_tokens)
-        needed, free = ends - max(len(self.req_to_blocks.get(request_id, ())), unneeded), 0
+        size, held = self.block_size, self.req_to_blocks.get(request_id, ())
+        before = self.get_num_skipped_tokens(len(new_computed_blocks) * size) // size if new_computed_blocks else 0
+        first = max(len(held), before, self._unneeded(num_tokens))
+        needed, free = cdiv(num_tokens, size) - first, 0
         if self._own is not None:
-            hits = [block for block in new_computed_blocks if not block.is_null]
+            hits = [block for block in new_computed_blocks[before:] if not block.is_null]
             free = self._own.get_num_free_blocks() - sum(not block.ref_cnt for block in hits)
-            needed -= sum(not block.is_null for block in new_computed_blocks[unneeded:])
+            needed -= sum(not block.is_null for block in new_computed_blocks[first:])
         return max(0, needed - free)
 
     def add_local_computed_blocks(
