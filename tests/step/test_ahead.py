@@ -8,14 +8,18 @@ from kvrecall.step.ahead import Ahead
 
 
 def test_memory_is_taken_piece_by_piece_up_to_what_is_wanted() -> None:
-    taken, done = [0], threading.Event()
+    taken, asked, done = [0], list[float](), threading.Event()
 
-    def take(wanted: int) -> bool:
+    def take(wanted: int) -> float | None:
         if taken[-1] >= wanted:
             done.set()
-            return False
+            return None
+        if len(asked) % 2:  # not a good moment
+            asked.append(0.001)
+            return 0.001
+        asked.append(0.0)
         taken.append(taken[-1] + 3)
-        return True
+        return 0.0
 
     ahead = Ahead(take)
     for wanted, last in ((7, 9), (10, 12)):
@@ -31,10 +35,10 @@ def test_memory_is_taken_piece_by_piece_up_to_what_is_wanted() -> None:
 def test_a_refusal_ends_nothing() -> None:
     calls, seen = [], threading.Event()
 
-    def take(wanted: int) -> bool:
+    def take(wanted: int) -> float | None:
         calls.append(wanted)
         seen.set()
-        return False
+        return None
 
     ahead = Ahead(take)
     for wanted in (4, 8):

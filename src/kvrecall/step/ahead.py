@@ -5,15 +5,15 @@ from __future__ import annotations
 import atexit
 import threading
 from collections.abc import Callable
-from time import perf_counter, sleep
+from time import sleep
 
 
 class Ahead:
-    """A thread that takes memory piece by piece while there is less than wanted. It rests as long as each piece took, because
-    page-locking holds up launches of kernels."""
+    """A thread that takes memory piece by piece while there is less than wanted."""
 
-    def __init__(self, take: Callable[[int], bool]) -> None:
-        """take: takes one piece if fewer blocks than the given number have memory, and returns whether it did."""
+    def __init__(self, take: Callable[[int], float | None]) -> None:
+        """take: takes one piece if fewer blocks than the given number have memory and it is a good moment. Returns after how
+        many seconds to call it again, None if there is enough."""
         self._take, self._wanted, self._ended = take, 0, False
         self._more = threading.Event()
         atexit.register(self.close)
@@ -36,7 +36,5 @@ class Ahead:
         while not self._ended:
             self._more.wait()
             self._more.clear()
-            begun = perf_counter()
-            while not self._ended and self._take(self._wanted):
-                sleep(perf_counter() - begun)
-                begun = perf_counter()
+            while not self._ended and (rest := self._take(self._wanted)) is not None:
+                sleep(rest)

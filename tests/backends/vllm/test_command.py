@@ -32,7 +32,7 @@ def options(arguments: list[str]) -> list[str]:
 def test_our_settings_and_those_of_the_server() -> None:
     made = serve_command("org/model", EXACT | {"top_k": 64}, {"port": 8001, "max-model-len": None}, [])
     config = json.dumps({"kvrecall": {"method": "exact", "top_k": 64}})
-    ours = ["--attention-backend", "CUSTOM", "--block-size", "1024", "--port", "8001", "--additional-config", config]
+    ours = ["--attention-backend", "CUSTOM", "--block-size", "128", "--port", "8001", "--additional-config", config]
     assert options(made.arguments) == ours
     assert made.settings.method.top_k == 64 and made.retrieves
 
@@ -40,7 +40,7 @@ def test_our_settings_and_those_of_the_server() -> None:
 @pytest.mark.parametrize("given", [["--block-size", "256"], ["--block_size=256"], ["--seed", "3", "--block-size=256"]])
 def test_what_is_handed_on_wins_and_is_left_as_it_is(given: list[str]) -> None:
     made = options(serve_command("org/model", EXACT, {"port": 8001}, given).arguments)
-    assert made[-len(given) :] == given and "1024" not in made and "8001" in made
+    assert made[-len(given) :] == given and "128" not in made and "8001" in made
 
 
 def test_the_user_s_options_stand_behind_ours_so_that_short_forms_win_too() -> None:

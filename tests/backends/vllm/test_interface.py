@@ -43,7 +43,7 @@ NEW = {
     RetrievalImpl: {"kind", "prepare", "warm_up", "clear", "take_statistics", "forward"},  # `forward` is that of a protocol
     worker.Worker: {"retrieval_counts"},
     RetrievalBuilder: {"metadata"},
-    WindowManager: {"take_last", "take_restored"},
+    WindowManager: {"take_last", "take_restored", "forget_pages"},
 }
 """Public methods that are not vLLM's, or not in each release."""
 

@@ -41,11 +41,11 @@ def test_only_our_scheduler_on_this_machine_can_be_told(chosen: Any, world: int,
 
 @pytest.mark.parametrize("engine", [{}, {"tensor_parallel_size": 2}], ids=["one-rank", "two-ranks"])
 def test_requests_without_memory_end_with_an_error(engine: dict[str, Any], home: Path) -> None:  # noqa: F811
-    """30 of 120 blocks have memory. Prompts that come together do not fit, so some end with an error. Each of them alone fits
+    """12 of 120 blocks have memory. Prompts that come together do not fit, so some end with an error. Each of them alone fits
     and is answered right, also behind a beginning that it shares with one that has failed. What can never fit ends, too."""
     longest = prompts([1900], shared=0, seed=7)
     alone = [[prompt] for prompt in SHARED]
-    job = {"rounds": [SHARED, *alone, longest, alone[0]], "tokens": 24, "environment": {"KVRECALL_TEST_BLOCKS": "30"}}
+    job = {"rounds": [SHARED, *alone, longest, alone[0]], "tokens": 24, "environment": {"KVRECALL_TEST_BLOCKS": "12"}}
     made = answers(
         home, job, METHODS["balanced"], num_gpu_blocks_override=120, worker_cls="tests.backends.vllm.refusing.Worker", **engine
     )

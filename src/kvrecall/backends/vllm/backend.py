@@ -126,14 +126,15 @@ class RetrievalBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
         """On a GPU."""
         engine = EngineState.of(vllm_config)
         engine.builders |= dict.fromkeys(layer_names, self)
-        self._drafts, self._passes, size = engine.drafts, engine.whole, kv_cache_spec.block_size
+        self._engine, self._drafts, size = engine, engine.drafts, kv_cache_spec.block_size
         self.reorder_batch_threshold = 1 + self._drafts  # decoding sequences, with their drafts, come first in a batch
         if device.type == "cuda":
             own = engine.settings
             self.plan = PassPlan(engine.most, engine.longest, own.method, own.index, size, device, self._drafts)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> RetrievalMetadata:
-        return self.metadata(common_attn_metadata, self._passes.below if self._passes.possible else 0)
+        passes = self._engine.whole
+        return self.metadata(common_attn_metadata, passes.below if passes.possible else 0)
 
     def metadata(self, told: Any, whole: int = 0) -> RetrievalMetadata:
         """Of a pass as vLLM describes it. whole: a library attends to shorter sequences."""

@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from time import perf_counter
 from typing import Any
@@ -20,7 +21,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from kvrecall.backends.transformers.rotary import Rotaries
 from kvrecall.backends.vllm.checks import checked, drafts_of
-from kvrecall.backends.vllm.machine import launch_of, ranks_here
+from kvrecall.backends.vllm.machine import launch_of, least_of_ranks, ranks_here
 from kvrecall.backends.vllm.refused import can_refuse
 from kvrecall.backends.vllm.statistics import Observer, compute, rotaries_of_config
 from kvrecall.backends.vllm.whole import WholePasses, why_not
@@ -49,6 +50,8 @@ from kvrecall.step.warmup import Limits
 _log = logging.getLogger("vllm.kvrecall")
 _BURST, _PIECE = 1 << 16, 1 << 10
 """Tokens that may come at once without waiting for host memory, and those for which a thread takes memory at a time."""
+_IDLE_S = 0.5
+"""An engine is idle so many seconds behind the beginning of its last pass."""
 
 _engine: EngineState | None = None
 """This process's engine; there is one at a time."""
@@ -93,7 +96,7 @@ class EngineState:
         """Tokens per block of the cache groups of other backends."""
         self._hosts: list[HostBlocks] = []
         self._given, self._warm = 1, False
-        self._growing, self._burst = threading.Lock(), 0
+        self._growing, self._burst, self._passed = threading.Lock(), 0, 0.0
         self._ahead: Ahead | None = None
         self._promise: Promise | None = None
         self.refused: int | None = None
@@ -152,11 +155,13 @@ class EngineState:
         return {self.groups[name] for name in self.windows}
 
     def host_plan(self, rank: int) -> HostPlan:
-        """How many blocks fit into host memory; asked once, when the layers are known."""
+        """How many blocks fit into the host memory of every rank, which all must ask; once, when the layers are known."""
         if self.plan is None:
             parallel, size, settings = self._config.parallel_config, self._config.cache_config.block_size, self.settings
             ranks = ranks_here(parallel, rank, HostBlocks.of_all(self.shapes, size))
-            self.plan = HostPlan.of(self.shapes, size, settings.host_memory, ranks, launch_of(parallel))
+            plan = HostPlan.of(self.shapes, size, settings.host_memory, ranks, launch_of(parallel))
+            least = least_of_ranks(parallel, plan.blocks)
+            self.plan = plan if least == plan.blocks else replace(plan, limit=least * plan.block_bytes)
         return self.plan
 
     def begin_pass(
@@ -171,7 +176,7 @@ class EngineState:
         tokens are scheduled. So with a prompt in the pass each layer restores its window when it has stored the prompt
         (`refill`). Without one the pass may be a recorded graph, which runs nothing of this, and windows are restored now.
         """
-        self._begins, self._unfilled = bool(beginning), {}
+        self._begins, self._unfilled, self._passed = bool(beginning), {}, perf_counter()
         if not beginning:
             return
         method = self.settings.method
@@ -229,15 +234,20 @@ class EngineState:
         self._ahead = Ahead(self._take_piece)
         self._ahead.want(min(self._given + self._burst, self.blocks))
 
-    def _take_piece(self, wanted: int) -> bool:
+    def _take_piece(self, wanted: int) -> float | None:
+        """As `Ahead` asks. Page-locking holds up the GPU. So it waits for a moment without passes while half of what a burst
+        needs is there, and rests between pieces."""
         with self._growing:
-            if self.plan is None or self.refused is not None or self._given >= min(wanted, self.blocks):
-                return False
+            missing, begun = min(wanted, self.blocks) - self._given, perf_counter()
+            if self.plan is None or self.refused is not None or missing <= 0:
+                return None
+            if missing <= self._burst // 2 and begun - self._passed < _IDLE_S:
+                return _IDLE_S
             try:
                 self._take(min(self._given + cdiv(_PIECE, self.plan.block_size), self.blocks), beside=True)
             except KVRecallError:  # a pass that needs the memory will say so
-                return False
-        return True
+                return None
+            return perf_counter() - begun
 
     def _commit(self, blocks: int, plan: HostPlan) -> None:
         while self.refused is None and self._given < min(blocks, self.blocks):

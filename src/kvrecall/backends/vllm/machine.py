@@ -46,6 +46,17 @@ def ranks_here(parallel: Any, rank: int, block_bytes: int) -> Fraction:
     return engines * shared(of_stage, parallel.world_size, local, rank)
 
 
+def least_of_ranks(parallel: Any, number: int) -> int:
+    """The smallest of the numbers of all ranks of an engine, which all must call it."""
+    if parallel.world_size == 1:
+        return number
+    from vllm.distributed.parallel_state import get_world_group
+
+    least = torch.tensor(number, dtype=torch.int64, device="cpu")
+    torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group=get_world_group().cpu_group)
+    return int(least)
+
+
 def shared(of_stage: list[int], world: int, local: int, rank: int) -> Fraction:
     """Bytes of all ranks on the machine of `rank`, as a multiple of its own. of_stage: of each rank of a stage. world,
     local: ranks of an engine, and those on one machine. Ranks are numbered stage by stage."""

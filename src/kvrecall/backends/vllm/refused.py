@@ -8,7 +8,7 @@ blocks than are left. Does not import vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import copy
 from typing import Any
 
@@ -50,3 +50,17 @@ def left_out(scheduler_output: Any, blocks: range) -> Any:
     told.scheduled_cached_reqs = cached = copy(told.scheduled_cached_reqs)
     cached.new_block_ids = [kept(groups) for groups in cached.new_block_ids]
     return told
+
+
+def beginning(scheduler_output: Any) -> dict[str, tuple[Sequence[Sequence[int]], int]]:
+    """(blocks by cache group, computed tokens) of every sequence that a pass starts after its first tokens, because they are
+    cached or the sequence was preempted; by request."""
+    told = scheduler_output
+    cached = told.scheduled_cached_reqs
+    again = [
+        (name, blocks, computed)
+        for name, blocks, computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+        if name in cached.resumed_req_ids and blocks is not None
+    ]
+    new = [(each.req_id, each.block_ids, each.num_computed_tokens) for each in told.scheduled_new_reqs]
+    return {name: (blocks, computed) for name, blocks, computed in [*new, *again] if computed}

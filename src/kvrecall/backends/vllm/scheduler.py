@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,12 +17,14 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
 from kvrecall.backends.vllm.machine import launch_of
-from kvrecall.backends.vllm.refused import handed_out
-from kvrecall.backends.vllm.window_pages import WindowSpec, divide, restored_pages
+from kvrecall.backends.vllm.refused import beginning, handed_out
+from kvrecall.backends.vllm.window_pages import WindowSpec, divide, managers_of, restored_pages
 from kvrecall.step.capacity import needed_blocks
 from kvrecall.step.promises import Watch
 
 _log = logging.getLogger("vllm.kvrecall")
+_PASSES = 8
+"""At least as many passes as may be in flight."""
 
 
 class _Retrieving:
@@ -34,10 +37,13 @@ class _Retrieving:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         divide(self)
+        self._begun: deque[set[str]] = deque(maxlen=_PASSES)
+        """The requests that each of the last passes began."""
 
     def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
         made = super().schedule(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         made.restored_pages = restored_pages(self)
+        self._begun.append({*beginning(made)})
         return made
 
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
@@ -72,6 +78,8 @@ class _Retrieving:
         has = [r.request_id for r in self.running if _any_of(last_ids, manager.get_block_ids(r.request_id))]
         ended = self._end(has, "the system refused host memory for its blocks")
         pool.evict_blocks(set(range(blocks, last)))
+        for windows in managers_of(pool).values():
+            windows.forget_pages()  # some may have been restored from blocks without memory
         pool.touch(pool.blocks[blocks:last])  # a reference that nobody gives back
         return ended
 
@@ -89,7 +97,19 @@ class _Retrieving:
         return [r.request_id for r in waiting if needed_blocks(specs, self.vllm_config, r.num_tokens + ahead) > self._blocks]
 
     def _end(self: Any, names: Iterable[str], why: str) -> list[Any]:
-        ended = self.finish_requests(list(names), RequestStatus.FINISHED_ERROR)
+        """Ends requests, and those that a pass in flight began behind blocks of theirs. Nobody finds these blocks again."""
+        manager, pool, all_names = self.kv_cache_manager, self.kv_cache_manager.block_pool, {*names}
+
+        def blocks(name: str) -> set[int]:
+            return {block for ids in manager.get_block_ids(name) for block in ids if 0 < block < len(pool.blocks)}
+
+        wrong = {block for name in all_names for block in blocks(name)}
+        recent = {r.request_id for r in self.running} & {name for begun in self._begun for name in begun}
+        while behind := {name for name in recent - all_names if blocks(name) & wrong}:
+            all_names |= behind
+            wrong |= {block for name in behind for block in blocks(name)}
+        ended = self.finish_requests(list(all_names), RequestStatus.FINISHED_ERROR)
+        pool.evict_blocks(wrong)
         for request in ended:
             _log.error(
                 "kvrecall: request %s ends with an error after %d tokens: %s", request.request_id, request.num_tokens, why

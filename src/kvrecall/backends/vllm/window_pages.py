@@ -27,8 +27,9 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from kvrecall.core.launch import cdiv
-from kvrecall.step.capacity import summary_blocks_of, window_blocks
+from kvrecall.step.capacity import needed_blocks, summary_blocks_of, window_blocks
 from kvrecall.step.plan import window_start
+from kvrecall.step.stream import runs
 
 
 def managers_of(pool: Any) -> dict[int, WindowManager]:
@@ -65,6 +66,13 @@ class WindowManager(SlidingWindowManager):
         self._first = blocks[0].block_id
         for number, block in enumerate(self._own.blocks):  # the first is its null block, which nobody gets
             block.block_id = self._first - 1 + number
+
+    def forget_pages(self) -> None:
+        """Nobody finds the pages that are there now."""
+        own = self._own
+        if own is not None:
+            for block in own.blocks:
+                own._maybe_evict_cached_block(block)
 
     def take_restored(self) -> dict[str, list[int]]:
         """The pages that the scheduled pass must restore, by request."""
@@ -156,11 +164,12 @@ class WindowManager(SlidingWindowManager):
         if ends > begun and num_tokens - request.num_computed_tokens <= 1 + self.kv_cache_spec.ahead // 2:
             self._fresh = {h: each for h, each in self._fresh.items() if each[0].num_computed_tokens < each[1]}
             for tokens in range((begun + 1) * size, ends * size + 1, size):
-                self._fresh[request.block_hashes[tokens // self.block_pool.hash_block_size - 1]] = request, tokens
+                if tokens > request.num_computed_tokens:  # others are of an earlier pass
+                    self._fresh[request.block_hashes[tokens // self.block_pool.hash_block_size - 1]] = request, tokens
         if self._own is not None:
-            for number in self._restored.get(name, ()):
-                self._cache(request, number, number + 1)
-            self._cache(request, begun, ends)
+            for _, first, count in runs(self._restored.get(name, [])):
+                self._cache(request, first, count)
+            self._cache(request, begun, ends - begun)
         self.num_cached_block[name] = max(begun, ends)
 
     def pop_blocks_for_free(self, request_id: str) -> list[Any]:
@@ -202,20 +211,19 @@ class WindowManager(SlidingWindowManager):
         own = min(count, self._own.get_num_free_blocks())
         return self._own.get_new_blocks(own) + self.block_pool.get_new_blocks(count - own)
 
-    def _cache(self, request: Any, first: int, stop: int) -> None:
-        """Lets others find pages first .. stop - 1, those of the group's own pool."""
-        if first < stop:
-            null, held = self.block_pool.null_block, self.req_to_blocks[request.request_id][first:stop]
+    def _cache(self, request: Any, first: int, count: int) -> None:
+        """Lets others find `count` pages, those of the group's own pool."""
+        if count > 0:
+            null, held = self.block_pool.null_block, self.req_to_blocks[request.request_id][first : first + count]
             pages = [null] * first + [block if self._is_own(block) else null for block in held]
-            self._own.cache_full_blocks(request, pages, first, stop, self.block_size, self.kv_cache_group_id)
+            self._own.cache_full_blocks(request, pages, first, first + count, self.block_size, self.kv_cache_group_id)
 
     def _forget_old(self) -> None:
         """Forgets all pages if vLLM has forgotten its blocks, as it does when weights change. Asked before pages are given."""
         if self._hashes is not self.block_pool.cached_block_hash_to_block:
             self._hashes = self.block_pool.cached_block_hash_to_block
             self._fresh.clear()
-            if self._own is not None:
-                self._own.reset_prefix_cache()
+            self.forget_pages()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,16 +248,19 @@ def divide(scheduler: Any) -> None:
     pool = coordinator.block_pool
     specs = [group.kv_cache_spec for group in config.kv_cache_groups]
     first = summary_blocks_of(specs, scheduler.vllm_config, config.num_blocks)
-    each = (config.num_blocks - first) // max(1, len(managers))
-    if not each:
+    if not managers or first == config.num_blocks:
         return
     last = pool.blocks[first:]
     for block in last:
         pool.free_block_queue.remove(block)
     del pool.blocks[first:]
     pool.num_gpu_blocks = first
-    for number, manager in enumerate(managers):
-        manager.take_last(last[number * each : (number + 1) * each])
+    # What the longest sequence takes of each group, and a share of the rest.
+    needs = [needed_blocks([manager.kv_cache_spec], scheduler.vllm_config) - 1 for manager in managers]
+    for place, (manager, need) in enumerate(zip(managers, needs, strict=True)):
+        count = need + (len(last) - sum(needs[place:])) // (len(managers) - place)
+        manager.take_last(last[:count])
+        last = last[count:]
 
 
 def restored_pages(scheduler: Any) -> dict[int, dict[str, list[int]]]:

@@ -18,7 +18,7 @@ from kvrecall.backends.vllm.engine_state import EngineState
 from kvrecall.backends.vllm.last_line import kept
 from kvrecall.backends.vllm.metrics import CounterWriter
 from kvrecall.backends.vllm.page_sizes import alike
-from kvrecall.backends.vllm.refused import left_out
+from kvrecall.backends.vllm.refused import beginning, left_out
 from kvrecall.backends.vllm.threads import one_thread_after_fork
 from kvrecall.backends.vllm.whole import Graphs
 from kvrecall.backends.vllm.window_pages import WindowSpec
@@ -220,17 +220,3 @@ def handed_out_empty(scheduler_output: Any, sizes: dict[int, int]) -> list[int]:
         if blocks
     ]
     return [block for ids, computed in given for group, size in sizes.items() for block in ids[group][cdiv(computed, size) :]]
-
-
-def beginning(scheduler_output: Any) -> dict[str, tuple[Sequence[Sequence[int]], int]]:
-    """(blocks by cache group, computed tokens) of every sequence that a pass starts after its first tokens, because they are
-    cached or the sequence was preempted; by request."""
-    told = scheduler_output
-    cached = told.scheduled_cached_reqs
-    again = [
-        (name, blocks, computed)
-        for name, blocks, computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
-        if name in cached.resumed_req_ids and blocks is not None
-    ]
-    new = [(each.req_id, each.block_ids, each.num_computed_tokens) for each in told.scheduled_new_reqs]
-    return {name: (blocks, computed) for name, blocks, computed in [*new, *again] if computed}
