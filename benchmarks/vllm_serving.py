@@ -163,6 +163,14 @@ class Bench:
         self._preempted = 0.0
         self.bus = _bus_bandwidth()
 
+    @property
+    def blocks(self) -> int:
+        """Blocks for whole sequences. Of ours those with host memory, if the worker is in this process."""
+        from kvrecall.backends.vllm import engine_state
+
+        own = engine_state._engine if self.args.engine == "kvrecall" else None
+        return self.cache.num_gpu_blocks if own is None else own.blocks
+
     def prompt(self, number: int, context: int) -> list[int]:
         """The first tokens of a sequence's text."""
         text = self._texts.setdefault(number, [])
@@ -236,7 +244,7 @@ class Bench:
             self.args.ranks, config.model_config.hf_config.num_hidden_layers, context, sequences,
             context * sequences - first.cached, None if short else first.first_s, None if short else steps.first_s, follow,
             step, sorted(steps.steps_ms)[int(len(steps.steps_ms) * 0.9)], sequences / step * 1e3, size, share, reused,
-            self.cache.num_gpu_blocks * self.block_size, preempted, self.start_s, note,
+            self.blocks * self.block_size, preempted, self.start_s, note,
         )  # fmt: skip
         self._shorten(False)
         return row
@@ -255,11 +263,8 @@ class Bench:
 
     def fits(self, context: int, wanted: int) -> int:
         """Sequences of this length that the engine holds at once, `wanted` at most."""
-        size, blocks, own = self.block_size, self.cache.num_gpu_blocks - 1, context + 2 * STEPS
-        if self.args.engine == "stock":
-            return min(wanted, blocks // -(-own // size))
-        held = self.args.window_blocks
-        return max(1, min(wanted, (blocks - self.args.passing_blocks) // (-(-own // size) + held)))
+        size, blocks, own = self.block_size, self.blocks - 1, context + 2 * STEPS
+        return max(1, min(wanted, blocks // -(-own // size)))
 
     def answers(self, context: int) -> dict[str, Any]:
         """Tokens and their likeliest neighbours behind a prompt, for a comparison with other numbers of ranks."""
@@ -361,8 +366,6 @@ def main() -> None:
     parser.add_argument("--utilization", type=float, default=0.9, help="that share, with everything else in it")
     parser.add_argument("--kvrecall", default="{}", help="settings of our backend, as JSON")
     parser.add_argument("--block-size", type=int, default=BLOCK_TOKENS, help="tokens of a block of our backend")
-    parser.add_argument("--window-blocks", type=int, default=66, help="of ours, that the window of a long sequence takes")
-    parser.add_argument("--passing-blocks", type=int, default=700, help="of ours, for windows of prompts on their way")
     parser.add_argument("--cache-dtype", default="auto", help="of keys and values with vLLM's own backend: fp8")
     parser.add_argument("--answers", type=Path, help="file for tokens behind prompts, to compare engines and numbers of ranks")
     parser.add_argument("--answers-at", default="1024", help="lengths of these prompts")

@@ -234,9 +234,7 @@ def test_a_first_search_finds_no_rows_of_who_had_its_place_before(steps: int) ->
     assert device.whole_passes == 5
 
 
-@pytest.mark.parametrize(
-    ("below", "reads", "passes"), [(0, [], 0), (200, [(1, 40)], 1)], ids=["streamed", "in the window"]
-)
+@pytest.mark.parametrize(("below", "reads", "passes"), [(0, [], 0), (200, [(1, 40)], 1)], ids=["streamed", "in the window"])
 def test_prompts_that_begin_are_attended_to_at_once(below: int, reads: list[tuple[int, int]], passes: int) -> None:
     """Beside one that goes on, and a sequence that decodes; a chunk that goes on parts those that begin. A library attends to
     it and to the decoded token if both are short."""

@@ -267,9 +267,7 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         passes = list(trials(limits, shape.device.type == "cuda"))
         for trial in passes:
             query, key, value = self._layout.random(sum(trial.counts), shape.device)
-            metadata = builder.metadata(
-                FakeMetadata.of(trial, builder.kv_cache_spec.block_size, limits.longest, shape.device)
-            )
+            metadata = builder.metadata(FakeMetadata.of(trial, builder.kv_cache_spec.block_size, limits.longest, shape.device))
             window = FakeMetadata.of(trial, page, limits.longest, shape.device)
             recent = WindowMetadata(window.block_table_tensor, window.slot_mapping)
             output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
