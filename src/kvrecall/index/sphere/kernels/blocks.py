@@ -54,7 +54,7 @@ def blocks_of(b_known, p_table, TABLE, first, start, o_t, BLOCK: tl.constexpr, T
     else:
         b_block = b_known[0]
         for i in tl.static_range(1, FEW):
-            b_block = tl.where(start + o_t >= i * BLOCK, b_known[i], b_block)
+            b_block = tl.where(o_t + start >= i * BLOCK, b_known[i], b_block)
     return b_block
 
 
