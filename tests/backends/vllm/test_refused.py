@@ -79,3 +79,25 @@ def test_vllm_has_what_the_scheduler_uses() -> None:
     made = EngineCoreOutput(request_id="a", new_token_ids=[], finish_reason=None)
     assert not EngineCoreOutputs().outputs and made.request_id == "a"
     assert RequestStatus.is_finished(RequestStatus.FINISHED_ERROR) and not RequestStatus.is_finished(RequestStatus.PREEMPTED)
+
+
+def test_who_began_behind_blocks_without_memory_ends_too() -> None:
+    """In a pass that was in flight: c behind a, and d behind c. b has shared a block for longer, and e shares none. Nobody
+    finds the blocks again; pages of the windows alone are not vLLM's."""
+    from kvrecall.backends.vllm.scheduler import Scheduler
+
+    held = {"a": ([3, 5], [40]), "b": ([5, 6], [41]), "c": ([5, 7], [42]), "d": ([7, 8], [0, 43]), "e": ([9], [44])}
+    evicted: list[set[int]] = []
+    pool = SimpleNamespace(blocks=[None] * 20, evict_blocks=evicted.append)
+    ended: list[list[str]] = []
+
+    def finish(names: list[str], status: Any) -> list[Any]:
+        ended.append(sorted(names))
+        return []
+
+    told = SimpleNamespace(
+        kv_cache_manager=SimpleNamespace(block_pool=pool, get_block_ids=held.__getitem__), finish_requests=finish,
+        running=[SimpleNamespace(request_id=name) for name in held], _begun=[{"c", "gone"}, {"d", "e"}],
+    )  # fmt: skip
+    Scheduler._end(told, ["a"], "a reason")
+    assert ended == [["a", "c", "d"]] and evicted == [{3, 5, 7, 8}]
