@@ -38,7 +38,7 @@ def test_vllm_where_it_is_installed(cli: Cli, installed: set[str]) -> None:
     told = cli.json("serve", "org/model", "--method", "exact", "--set", "top_k=64", "--context", "32k", "--dry-run")
     assert told["engine"] == "vllm" and told["kvrecall"] == {"method": "exact", "top_k": 64}
     for name, value in (
-        ("--attention-backend", "CUSTOM"), ("--block-size", "1024"), ("--max-model-len", "32768"), ("--host", "127.0.0.1"),
+        ("--attention-backend", "CUSTOM"), ("--block-size", "128"), ("--max-model-len", "32768"), ("--host", "127.0.0.1"),
         ("--port", "8000"), ("--additional-config", json.dumps({"kvrecall": told["kvrecall"]})),
     ):  # fmt: skip
         assert told["command"][told["command"].index(name) + 1] == value
@@ -67,15 +67,15 @@ def option(command: list[str], name: str) -> list[str]:
 def test_how_many_sequences_decode_together_follows_from_the_plan(
     gpu: bool, sizes: list[int], cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Host memory for 15 sequences of 32K tokens on each of two engines makes 60, rounded up to 64."""
+    """Host memory for 16 sequences of 32K tokens on each of two engines makes 64."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
     LLAMA_8B.save_pretrained(tmp_path)
     told = host_sequences(
-        LLAMA_8B, Settings.of({"kvrecall": {"host_memory": "160GiB"}}), context_tokens=32768, ranks=2, engines=2,
+        LLAMA_8B, Settings.of({"kvrecall": {"host_memory": "128GiB"}}), context_tokens=32768, ranks=2, engines=2,
         dtype=torch.bfloat16,
     )  # fmt: skip
-    assert told == 15
-    ours = ("serve", tmp_path, "--context", "32k", "--set", "host_memory=160GiB", "--dry-run")
+    assert told == 16
+    ours = ("serve", tmp_path, "--context", "32k", "--set", "host_memory=128GiB", "--dry-run")
     made = cli(*ours, "--", "-tp", "2", "--data-parallel-size", "2")
     command = shlex.split(made.stdout)
     assert option(command, "--max-num-seqs") == ["64"] and "at most 64 sequences" in made.stderr.replace("\n", " ")
