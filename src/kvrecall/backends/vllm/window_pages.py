@@ -69,10 +69,8 @@ class WindowManager(SlidingWindowManager):
 
     def forget_pages(self) -> None:
         """Nobody finds the pages that are there now."""
-        own = self._own
-        if own is not None:
-            for block in own.blocks:
-                own._maybe_evict_cached_block(block)
+        if self._own is not None:
+            self._own.evict_blocks({*range(len(self._own.blocks))})  # by their places in the pool, not by their numbers
 
     def take_restored(self) -> dict[str, list[int]]:
         """The pages that the scheduled pass must restore, by request."""
