@@ -209,6 +209,7 @@ def test_tokens_anywhere_have_the_codes_of_their_positions(kind: str, dim: int, 
     slots = blocks[order // size].long() * size + order % size
     none = torch.tensor([-1, -1])
     slots, lengths = torch.cat([slots[:90], none, slots[90:]]), torch.cat([order[:90], none, order[90:]]).int() + 1
+    slots[91] = slots[0]  # somebody else's, of a row without a token
     fresh = torch.cat([keys[:, order[:90]], keys[:, :2] + 1, keys[:, order[90:]]], 1).transpose(0, 1).contiguous()
     places = torch.randperm(208, generator=torch.Generator().manual_seed(3))[:202]
     rows = torch.zeros(26, heads, page, 2 * dim, dtype=dtype)

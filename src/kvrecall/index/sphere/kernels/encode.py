@@ -244,8 +244,9 @@ def encode_placed_kernel(
 ):  # fmt: skip
     """Program (T tokens, KV head): as `encode_kernel`, of tokens anywhere in the blocks of an engine.
 
-    slots int64 `[tokens]`: block * BLOCK + offset, < 0 for none. lengths int32 `[tokens]`, LENGTH elements apart: position + 1.
-    PAGED: keys are in pages of PAGE tokens, with strides PAGES, HEAD and TOKEN; from int64 `[tokens]`: page * PAGE + offset.
+    slots int64 `[tokens]`: block * BLOCK + offset, < 0 for none. lengths int32 `[tokens]`, LENGTH elements apart: position + 1,
+    or 0 for no token. PAGED: keys are in pages of PAGE tokens, with strides PAGES, HEAD and TOKEN; from int64 `[tokens]`: page *
+    PAGE + offset.
     """
     i_h, o_t = tl.program_id(1).to(tl.int64), tl.program_id(0) * T + tl.arange(0, T)
     m_t = o_t < tokens
@@ -257,7 +258,9 @@ def encode_placed_kernel(
         p_rows = p_keys + i_h * HEAD + b_from // PAGE * PAGES + b_from % PAGE * TOKEN
     else:
         p_rows = p_keys + i_h * HEAD + o_t.to(tl.int64) * TOKEN
-    span = tl.maximum(tl.load(p_lengths + o_t.to(tl.int64) * LENGTH, mask=m_t, other=1) - 1, 0) // SPAN
+    b_length = tl.load(p_lengths + o_t.to(tl.int64) * LENGTH, mask=m_t, other=0)
+    m_t = m_t & (b_length > 0)  # rows that fill up a recorded pass have none
+    span = tl.maximum(b_length - 1, 0) // SPAN
     b_slot = tl.where(m_t, b_slot, 0)
     b_block, b_row = b_slot // BLOCK, i_h * BLOCK + b_slot % BLOCK
     p_sign, p_magnitude = (p_signs + b_block * BYTES)[:, None], (p_magnitudes + b_block * BYTES)[:, None]
