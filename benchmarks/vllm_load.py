@@ -193,7 +193,7 @@ class Vllm:
 def main() -> None:
     import torch
 
-    from benchmarks.vllm_serving import SHAPE, TINY, engine
+    from benchmarks.vllm_serving import SHAPE, TINY, engine, version
     from kvrecall.step.settings import BLOCK_TOKENS
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -211,10 +211,9 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a model for a CPU")
     parser.add_argument("--folder", type=Path, default=Path("build/vllm"))
     parser.add_argument("--out", type=Path, required=True)
+    parser.set_defaults(name="8b", layers=0, ranks=1, alike=0)  # of the engine
     args = parser.parse_args()
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    for name, value in {"name": "8b", "layers": 0, "ranks": 1, "alike": 0}.items():
-        setattr(args, name, value)
     longest = int(args.scale * (_DOCUMENT[1] + _QUESTION[1])) + _ANSWER[1]
     llm = engine(args, max(2048, -(-longest // 1024) * 1024))
     served = Vllm(llm, (TINY if args.tiny else SHAPE)["vocab_size"], args.scale)
@@ -223,7 +222,7 @@ def main() -> None:
     note = f"{args.cache_dtype} keys and values" if args.cache_dtype != "auto" else args.kvrecall.strip("{}")
     row = Row(
         engine=args.engine, gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        vllm=__import__("vllm").__version__, clients=args.clients, cached_share=served.cached / max(1, served.asked),
+        vllm=version(), clients=args.clients, cached_share=served.cached / max(1, served.asked),
         preempted=preempted, note=note, **Row.times(found),
     )  # fmt: skip
     with args.out.open("a", newline="") as file:

@@ -240,7 +240,7 @@ class Bench:
         preempted = self._preemptions()
         config = self.llm.llm_engine.vllm_config
         row = Row(
-            self.args.engine, torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", _version(),
+            self.args.engine, torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", version(),
             self.args.ranks, config.model_config.hf_config.num_hidden_layers, context, sequences,
             context * sequences - first.cached, None if short else first.first_s, None if short else steps.first_s, follow,
             step, sorted(steps.steps_ms)[int(len(steps.steps_ms) * 0.9)], sequences / step * 1e3, size, share, reused,
@@ -305,7 +305,7 @@ class Bench:
         return int(since)
 
 
-def _version() -> str:
+def version() -> str:
     import vllm
 
     return vllm.__version__

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -100,17 +99,17 @@ class Capacity:
     @staticmethod
     def of(
         settings: Settings, shapes: Sequence[LayerShape], block_size: int, longest: int, passes: int,
-        ranks: int | Fraction = 1, ahead: int = 0, layers: int = 0, launch: str = "",
+        ranks: int = 1, ahead: int = 0,
     ) -> Capacity:  # fmt: skip
-        """For layers of these shapes, with pages of equal size. longest: tokens of a sequence. passes: most passes in flight.
-        layers: number in vLLM's largest cache group; by default all. ranks, launch: as for `HostPlan.of`."""
+        """For layers of these shapes, with pages of equal size, in one cache group. longest: tokens of a sequence. passes: most
+        passes in flight. ranks: as for `HostPlan.of`."""
         check_block_size(block_size, least_block(settings.method))
         shape, local, whole = shapes[0], settings.method.local_tokens, whole_below(settings.method)
         width = width_of(settings.index, settings.method.estimate_config(), shape)
         page = window_page_tokens(shape, width, block_size)
         return Capacity(
-            block_size, page, block_size * shape.kv_heads * width * (layers or len(shapes)),
-            HostPlan.of(list(shapes), block_size, settings.host_memory, ranks, launch), cdiv(longest, block_size),
+            block_size, page, block_size * shape.kv_heads * width * len(shapes),
+            HostPlan.of(list(shapes), block_size, settings.host_memory, ranks), cdiv(longest, block_size),
             window_blocks(local, whole, page, longest, passes, ahead), window_blocks(local, whole, page, longest),
         )  # fmt: skip
 

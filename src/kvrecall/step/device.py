@@ -53,6 +53,8 @@ _SPREAD = 27
 
 Attend = Callable[[Tensor, Tensor, AttentionParams, Tensor], None]
 """Attention to rows of a window's pages: rows, queries, parameters, output."""
+Causal = Callable[[Tensor, Tensor, Tensor, Tensor, int, AttentionParams, Tensor], None]
+"""Attention of tokens to those before them: queries, keys, values, first tokens, the most tokens, parameters, output."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Window:
     attend: Attend | None = None
     reads: Sequence[tuple[slice, Attend]] = ()
     whole: int = 0
-    causal: Callable[[Tensor, Tensor, Tensor, Tensor, int, AttentionParams, Tensor], None] | None = None
+    causal: Causal | None = None
 
     @property
     def places(self) -> tuple[int, int, int, int]:

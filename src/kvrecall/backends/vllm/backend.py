@@ -276,7 +276,8 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
                 self._run(query, key, value, self._own.kv_cache, metadata, replace(recent, attend=nothing), output)
             if isinstance(self._layer, DeviceLayer):
                 self._layer.aside.join()  # nothing is left for a pass that is recorded
-        refill(self._window_layer.kv_cache, torch.zeros(1, 3, dtype=torch.int32, device=shape.device), self._host)
+        layer, host = self._engine.windows[self._name]
+        refill(layer.kv_cache, torch.zeros(1, 3, dtype=torch.int32, device=shape.device), host)
         return len(passes)
 
     @property
@@ -305,7 +306,6 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
             self._layer = PagedLayer.over(self.number, shape, settings.method, self._params, pages, host)
         self._engine.layers[self.number] = self._layer
         self._engine.windows[self._name] = self._window_layer, host
-        self._host = host
         self._bound = (kv_cache.data_ptr(), len(kv_cache))
 
 

@@ -10,7 +10,7 @@ All other passes run the kernels of `step`, which attend to short sequences, too
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +28,6 @@ _NUMBERS = 4
 """int32 numbers of FlashAttention's plan per sequence; their count is rounded up to as many."""
 _PAGE = 16
 """FlashAttention reads pages of a multiple of so many tokens."""
-
-Causal = Callable[[Tensor, Tensor, Tensor, Tensor, int, AttentionParams, Tensor], None]
-"""As in `device.Window`."""
 
 
 @dataclass

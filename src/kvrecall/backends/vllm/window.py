@@ -21,12 +21,12 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, Atte
 
 from kvrecall.backends.vllm.checks import drafts_of
 from kvrecall.backends.vllm.plugin import own_name
-from kvrecall.backends.vllm.whole import Causal, FlashAttention, WholePasses
+from kvrecall.backends.vllm.whole import FlashAttention, WholePasses
 from kvrecall.backends.vllm.window_pages import WindowSpec, passes_of
 from kvrecall.core.launch import cdiv
 from kvrecall.index.base import LayerShape
 from kvrecall.step.capacity import ahead_of, window_page_tokens
-from kvrecall.step.device import Attend, Chunk, Run, Window
+from kvrecall.step.device import Attend, Causal, Chunk, Run, Window
 
 
 @dataclass(frozen=True)
