@@ -245,8 +245,8 @@ def encode_placed_kernel(
     """Program (T tokens, KV head): as `encode_kernel`, of tokens anywhere in the blocks of an engine.
 
     slots int64 `[tokens]`: block * BLOCK + offset, < 0 for none. lengths int32 `[tokens]`, LENGTH elements apart: position + 1,
-    or 0 for no token. PAGED: keys are in pages of PAGE tokens, with strides PAGES, HEAD and TOKEN; from int64 `[tokens]`: page *
-    PAGE + offset.
+    or 0 for no token. PAGED: keys are in pages of PAGE tokens, with strides PAGES, HEAD and TOKEN; from int64 `[tokens]`:
+    page * PAGE + offset.
     """
     i_h, o_t = tl.program_id(1).to(tl.int64), tl.program_id(0) * T + tl.arange(0, T)
     m_t = o_t < tokens
