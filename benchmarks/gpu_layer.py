@@ -177,7 +177,7 @@ class Bench:
         assert isinstance(plan, StepPlan)
         self.plan = plan
         self.slots.prepare()
-        self.parity = torch.zeros(1, dtype=torch.int64, device="cuda")
+        self.now = torch.ones(1, dtype=torch.int64, device="cuda")
         self.new = [self._random(h, 1, seed) for seed, h in ((91, self.query_heads), (92, self.heads), (93, self.heads))]
 
     def _random(self, heads: int, count: int, seed: int) -> Tensor:
@@ -211,12 +211,12 @@ class Bench:
         """One decode step of every layer."""
         for layer in self.layers:
             queries, keys, values = self.new
-            self.out = layer.step(queries, keys, values, self.parity, self.params)
+            self.out = layer.step(queries, keys, values, self.now, self.params)
 
     def turn(self) -> None:
         """Moves on to the next step: its queries, and the half of the kept rows that is its own."""
         turn(self.new[0])
-        self.parity.copy_(1 - self.parity)
+        self.now += 1
 
     def moved(self) -> dict[str, Moved]:
         """Bytes per layer of each stage that `benchmarks.byte_counts` knows, every selected row read from the host."""
@@ -239,7 +239,7 @@ class Bench:
         (q, k, v), p = self.new, self.params
 
         def alone(work: Callable[[SphereStep, SlotStep], object]) -> Callable[[SearchSlots], object]:
-            return lambda layer: work(_sphere(layer), layer.step_inputs(q, k, v, self.parity, p))
+            return lambda layer: work(_sphere(layer), layer.step_inputs(q, k, v, self.now, p))
 
         return {
             "tables": alone(lambda x, a: x.searches.make_tables(q, x.tables, a.zones.rows, a.fire.view(-1))),

@@ -139,7 +139,7 @@ class Layers:
         self.tokens, self.method, self.params = tokens, METHODS[name](), AttentionParams(self.dim**-0.5)
         self._between = _STRIDE if name == "louiskv" else 1  # steps from one search to the next
         self._generator, self._checked = torch.Generator("cuda").manual_seed(7), False
-        self._parity = torch.zeros(1, dtype=torch.int64, device="cuda")
+        self._now = torch.ones(1, dtype=torch.int64, device="cuda")
         self.new = [self._random(h, 1) for h in (self.query_heads, self.heads, self.heads)]
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
@@ -148,7 +148,7 @@ class Layers:
         count = 1 if name == "ctkvr" else layers_for(tokens * self.heads * self.dim // 8)
         for _ in range(count):
             self._add_layer()
-        self.layers = [] if name == "ctkvr" else [UnitStep(state, _ROOM, self._parity) for state in self.states]
+        self.layers = [] if name == "ctkvr" else [UnitStep(state, _ROOM, self._now) for state in self.states]
         index = self.states[0].index
         self.units = index.units(0).reps.shape[1] if isinstance(index, UnitIndex) else 0
         self.resident = self.states[0].store.resident.lengths[0] + 1
@@ -201,7 +201,7 @@ class Layers:
         """Moves the queries on by some steps, of which only the last is made."""
         for _ in range(steps):
             turn(self.new[0])
-        self._parity.copy_(1 - self._parity)
+        self._now += 1
 
     def full(self) -> None:
         """Full attention of every layer."""

@@ -20,15 +20,15 @@ _ALWAYS, _NEVER = 2.0, -2.0
 class UnitStep:
     """Steps over the state of one layer with one sequence, whose prompt has been read."""
 
-    def __init__(self, state: LayerState, room: int, parity: Tensor) -> None:
-        """room: steps to make room for. parity: int64 `[1]`, turned from step to step by whoever makes them."""
+    def __init__(self, state: LayerState, room: int, now: Tensor) -> None:
+        """room: steps to make room for. now: int64 `[1]`, the step's number, counted by whoever makes them."""
         self.state, self.index = state, state.index
         self._joined = SlotLease([state], [0], room)
         self.layers = Layers([state], 1, self._joined.behind_sink)
         self.layers.join(self._joined)
         layer = self.layers.all[0]
         assert isinstance(layer, SearchSlots)
-        self.layer, self.top_k, self._parity = layer, layer.attention.top_k, parity
+        self.layer, self.top_k, self._now = layer, layer.attention.top_k, now
         self._triggered = not isinstance(state.method.trigger_config(), EveryStep)
 
     def finish(self) -> None:
@@ -40,7 +40,7 @@ class UnitStep:
         """One token; queries `[1, H_q, 1, D]`, keys, values `[1, H_kv, 1, D]`; returns as queries. searching: what the trigger
         is made to decide."""
         self.layer.trigger.threshold = _ALWAYS if searching else _NEVER
-        return self.layer.step(queries, keys, values, self._parity, AttentionParams(scaling))
+        return self.layer.step(queries, keys, values, self._now, AttentionParams(scaling))
 
     def check(self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
         """Raises CheckError unless a step that searches is fp32 attention over what the reference search selects (but for one
@@ -60,7 +60,7 @@ class UnitStep:
         self._attends(out, queries, found, [new], scaling)
         if self._triggered:
             before = found.clone()
-            self._parity.copy_(1 - self._parity)
+            self._now += 1
             out = self.decode(queries, keys, values, scaling, False)
             require(torch.equal(before, found), "a step between two searches holds other tokens")
             self._attends(out, queries, found, [new, new], scaling)

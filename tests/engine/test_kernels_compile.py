@@ -278,6 +278,7 @@ def test_a_step_and_prompts_over_blocks_of_vllm(
 ) -> None:  # fmt: skip
     from kvrecall.index.sphere import SphereConfig
     from kvrecall.step.device import Chunk, DeviceLayer, Pass, Window
+    from kvrecall.step.places import Places
     from kvrecall.step.plan import PassPlan
     from kvrecall.step.stream import HostBlocks
     from kvrecall.step.summaries import width_of
@@ -290,10 +291,9 @@ def test_a_step_and_prompts_over_blocks_of_vllm(
     assert isinstance(index, SphereConfig)
     shape = Model(1, 2, group, dim).layer(2, tokens=20)
     shape = replace(shape, sequences=1, dtype=dtype)
-    layer, plan = (
-        DeviceLayer(0, shape, asked, index, AttentionParams(0.1), 3, 900, None, drafts=drafts),
-        PassPlan(3, 900, asked, index, 128, here, drafts),
-    )
+    places = Places(2, 90, here)
+    layer = DeviceLayer(0, shape, asked, index, AttentionParams(0.1), 3, 900, None, places, drafts)
+    plan = PassPlan(3, 900, asked, index, 128, here, drafts, places)
     pages = torch.zeros(9, width_of(index, asked.estimate_config(), shape) * 256, dtype=torch.uint8)
     layer.bind(pages, HostBlocks(9, shape, 128))
     blocks = torch.zeros(3, 8, **ints)
@@ -328,6 +328,7 @@ def test_pages_and_tokens_over_blocks(
     dim: int, index: str, heads: int, dtype: torch.dtype, capability: int, launches: dict[str, Any]
 ) -> None:
     from kvrecall.step.device import Chunk, DeviceLayer, Pass, Window
+    from kvrecall.step.places import Places
     from kvrecall.step.plan import PassPlan
     from kvrecall.step.stream import HostBlocks
     from kvrecall.step.summaries import width_of
@@ -336,7 +337,9 @@ def test_pages_and_tokens_over_blocks(
     config, ints, here = asked.index_config(), {"dtype": torch.int32}, torch.device("cpu")
     assert config is not None
     shape = replace(Model(1, heads, 4, dim).layer(heads, tokens=20), sequences=1, dtype=dtype)
-    layer, plan = DeviceLayer(0, shape, asked, config, AttentionParams(0.1), 3, 900), PassPlan(3, 900, asked, config, 128, here)
+    places = Places(2, 300, here)
+    layer = DeviceLayer(0, shape, asked, config, AttentionParams(0.1), 3, 900, None, places)
+    plan = PassPlan(3, 900, asked, config, 128, here, 0, places)
     layer.bind(torch.zeros(9, width_of(config, None, shape) * 128 * heads, dtype=torch.uint8), HostBlocks(9, shape, 128))
     blocks = torch.zeros(3, 8, **ints)
     decoded = plan.fill(torch.tensor([0, 1, 2, 99], **ints), torch.tensor([800, 3, 97], **ints), blocks, 2)
@@ -362,11 +365,11 @@ def test_attention_of_a_step(dim: int, dtype: torch.dtype, capability: int, laun
     from kvrecall.attend.whole import WholeAttention
 
     table, top_k = empty_table(1, dim, dtype), 512 if dim == 128 else 20
-    attention = StepAttention(table, 8, 36, 320, top_k, dim != 80, torch.zeros(1, dtype=dtype))
+    attention = StepAttention(table, 8, 36, 320, top_k, 0 if dim == 80 else 4 * top_k, torch.zeros(1, dtype=dtype))
     queries, new = torch.zeros(1, 8, 1, dim, dtype=dtype), torch.zeros(1, 2, 1, dim, dtype=dtype)
-    ids, zone, parity = torch.zeros(1, 2, attention.top_k).int(), torch.zeros(2, 6).int(), torch.zeros(1, dtype=torch.int64)
+    ids, zone, now = torch.zeros(1, 2, attention.top_k).int(), torch.zeros(2, 6).int(), torch.ones(1, dtype=torch.int64)
     params = AttentionParams(0.1, 30.0 if dim == 80 else 0.0)
-    attention.launch(queries, new, new, ids, zone, parity, params, torch.zeros(1, 8) if dim == 256 else None)
+    attention.launch(queries, new, new, ids, zone, now, params, torch.zeros(1, 8) if dim == 256 else None)
     # A window of one part, and rows of several; sizes take turns, and the largest has both.
     for capacity in (16, 400) if dim == 256 else (16,) if dim in (32, 80) else (400,):
         WholeAttention(torch.zeros(1, 2, capacity, 2, dim, dtype=dtype), 8).launch(queries, new, new, params)

@@ -16,6 +16,7 @@ from kvrecall.attend import cudnn
 from kvrecall.core.structs import AttentionParams
 from kvrecall.methods.base import Method
 from kvrecall.step.device import DeviceLayer, Pass, Window, searched_together
+from kvrecall.step.places import Places
 from kvrecall.step.plan import PassPlan
 from kvrecall.step.stream import PLACES, STREAMED_TOKENS, HostBlocks
 from kvrecall.step.summaries import width_of
@@ -39,8 +40,9 @@ class Passes:
         self.drafts, here, index = drafts, torch.device("cpu"), method.index_config()
         assert index is not None
         shape = replace(Model(1, HEADS, GROUP, DIM).layer(HEADS, tokens=20), sequences=1, dtype=torch.bfloat16)
-        self.layer = DeviceLayer(0, shape, method, index, AttentionParams(0.1), MOST, LONGEST, keeps=keeps, drafts=drafts)
-        self.plan = PassPlan(MOST, LONGEST, method, index, BLOCK, here, drafts)
+        places = Places(2, 90, here) if keeps else Places(0, 0, here)
+        self.layer = DeviceLayer(0, shape, method, index, AttentionParams(0.1), MOST, LONGEST, None, places, drafts)
+        self.plan = PassPlan(MOST, LONGEST, method, index, BLOCK, here, drafts, places)
         self.layer.bind(
             torch.zeros(3, width_of(index, method.estimate_config(), shape) * BLOCK * HEADS, dtype=torch.uint8),
             HostBlocks(3, shape, BLOCK),

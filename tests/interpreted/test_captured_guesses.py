@@ -53,14 +53,15 @@ def test_steps_and_what_is_left_behind_are_those_of_single_tokens(name: str) -> 
     joined = SlotLease([other], [0, 1], 64)
     layers = Layers([other], 2, bucket_length(joined.behind_sink), WIDTH)
     layers.join(joined)
-    parity, fed, limited = torch.arange(WIDTH) % 2, 0, 0
+    now, fed, limited = torch.arange(1, WIDTH + 1), 0, 0
     for number, wanted in enumerate((2, 0, 3, 3)):
         most = layers.most_taken([0, 1])
         taken, limited = min(wanted, most), limited + (wanted > most)
         right, wrong = tokens(1000 + 10 * fed, 2, WIDTH), tokens(9000 + number, 2, WIDTH)
         new = [torch.cat([a[:, :, :taken], b[:, :, taken:]], 2) for a, b in zip(right, wrong, strict=True)]
         layers.prepare()
-        out = layers.all[0].step(new[0], new[1], new[2], parity, params)
+        out = layers.all[0].step(new[0], new[1], new[2], now, params)
+        now += WIDTH
         layers.advance(taken)
         for t in range(taken):
             expected = decode_step(plain, *(x[:, :, t : t + 1] for x in new), None, params)

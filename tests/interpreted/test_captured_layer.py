@@ -54,16 +54,16 @@ def compare(
         new = draw(500 + number, 2, 1, [n + number for n in lengths])
         decode_step(plain, *new, None, params), decode_step(other, *new, None, params)
     layers, joined = in_slots([other], 64)
-    captured, parity = layers.all[0], torch.zeros(1, dtype=torch.int64)
+    captured, now = layers.all[0], torch.ones(1, dtype=torch.int64)
     for number in range(steps):
         new = draw(1000 + number, 2, 1, [n + warm + number for n in lengths])
         expected = decode_step(plain, *new, None, params)
         layers.prepare()
         if captured.early:
             captured.search_early()
-        out: Tensor = captured.step(*new, parity, params)
+        out: Tensor = captured.step(*new, now, params)
         layers.advance()
-        parity.copy_(1 - parity)
+        now += 1
         torch.testing.assert_close(out, expected, atol=atol, rtol=2e-6)
     layers.leave(joined)
     return plain, other
@@ -138,14 +138,14 @@ def test_a_leaving_token_at_the_centre_and_one_of_zero_norm(name: str) -> None:
     assert isinstance(layer.index, SphereIndex)
     centre = layer.index.maps.centres(87, 1)
     keys = [torch.zeros(2, 1, DIM), torch.zeros(2, 1, DIM) if centre is None else centre]
-    parity, params = torch.zeros(1, dtype=torch.int64), AttentionParams(DIM**-0.5)
+    now, params = torch.ones(1, dtype=torch.int64), AttentionParams(DIM**-0.5)
     for number in range(6):  # until both have left the window
         queries, key, values = tokens(number, 1, 1)
         key = keys[number].unsqueeze(0) if number < 2 else key
         layers.prepare()
-        layers.all[0].step(queries, key, values, parity, params)
+        layers.all[0].step(queries, key, values, now, params)
         layers.advance()
-        parity.copy_(1 - parity)
+        now += 1
     layers.leave(joined)
     weights = layer.index.codes(0).weights[:, 86:88]
     assert layer.index.lengths[0] >= 88 and not weights[:, 0].any()
@@ -180,8 +180,8 @@ def test_the_stages_that_are_timed_alone_are_a_step() -> None:
     assert isinstance(captured, SearchSlots)
     bench = Bench.__new__(Bench)  # without its layers, which lie on a GPU
     bench.new, bench.params = list(tokens(7, 2, 1)), AttentionParams(DIM**-0.5)
-    bench.parity = torch.zeros(1, dtype=torch.int64)
-    expected = captured.step(*bench.new, bench.parity, bench.params).clone()
+    bench.now = torch.ones(1, dtype=torch.int64)
+    expected = captured.step(*bench.new, bench.now, bench.params).clone()
     captured.forget_trial()
     *_, merged = [work(captured) for work in bench.stages().values()]
     assert isinstance(merged, Tensor) and torch.equal(merged, expected)
@@ -261,14 +261,14 @@ def test_a_second_turn_goes_on_from_what_was_given_back(name: str) -> None:
     chunk = tokens(70, 2, 13)
     torch.testing.assert_close(prefill_layer(other, *chunk, None, params), prefill_layer(plain, *chunk, None, params))
     layers, joined = in_slots([other], 64)
-    parity = torch.zeros(1, dtype=torch.int64)
+    now = torch.ones(1, dtype=torch.int64)
     for number in range(5):
         new = tokens(2000 + number, 2, 1)
         expected = decode_step(plain, *new, None, params)
         layers.prepare()
-        out = layers.all[0].step(*new, parity, params)
+        out = layers.all[0].step(*new, now, params)
         layers.advance()
-        parity.copy_(1 - parity)
+        now += 1
         torch.testing.assert_close(out, expected, atol=2e-6, rtol=2e-6)
     layers.leave(joined)
     assert other.stats.searches == plain.stats.searches

@@ -33,24 +33,24 @@ def test_only_new_rows_are_read(top_k: int, block_size: int, share: float) -> No
     first, second = order[:top_k].sort().values, order[top_k - again : 2 * top_k - again].sort().values
     known = gaussian(1, 1, TOKENS, 2, DIM)
     table = host_table([known], block_size)
-    step = StepAttention(table, 2, 0, 4, top_k, True, torch.zeros(1))
+    step = StepAttention(table, 2, 0, 4, top_k, 8 * TOKENS, torch.zeros(1))
     zone = torch.tensor([[0, 1, 0, 0, 0, 0]], dtype=torch.int32)  # nothing resident but the new token
     for number, ids in enumerate((first, second)):
         queries, new = gaussian(5 + number, 1, 2, 1, DIM), gaussian(9 + number, 1, 2, DIM)
         out = step.launch(
-            queries, new[None, :, :1], new[None, :, 1:], ids.int().view(1, 1, -1), zone, torch.tensor([number]), PARAMS
+            queries, new[None, :, :1], new[None, :, 1:], ids.int().view(1, 1, -1), zone, torch.tensor([1 + number]), PARAMS
         )
         torch.testing.assert_close(out, attended(queries, known[0, ids], new), atol=2e-6, rtol=2e-6)
         overwrite(table, 0, ids, 1e4)  # who read them again would see it
     assert step.read.tolist() == [2 * top_k - again]
 
 
-@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("kept", [0, 16, 100])
 @pytest.mark.parametrize("block_size", [16, 64])
-def test_sequences_of_their_own_lengths(block_size: int, keep: bool) -> None:
+def test_sequences_of_their_own_lengths(block_size: int, kept: int) -> None:
     lengths, heads, top_k = [100, 37, 64], 2, 21
     stored = [gaussian(b, heads, length, 2, DIM) for b, length in enumerate(lengths)]
-    step = StepAttention(host_table(stored, block_size), 3 * heads, 0, 4, top_k, keep, torch.zeros(1))
+    step = StepAttention(host_table(stored, block_size), 3 * heads, 0, 4, top_k, kept, torch.zeros(1))
     zone = torch.tensor([[0, 1, 0, 0, 0, 0]] * 3 * heads, dtype=torch.int32)  # nothing resident but the new token
     for number in range(2):
         ids = torch.full((3, heads, top_k), -1, dtype=torch.int32)
@@ -61,7 +61,7 @@ def test_sequences_of_their_own_lengths(block_size: int, keep: bool) -> None:
                 ids[b, h, : len(own.unique())] = own.unique()
         queries, new = gaussian(5 + number, 3, 3 * heads, 1, DIM), gaussian(9 + number, 3, heads, 2, DIM)
         keys, values = (new[:, :, i : i + 1].contiguous() for i in range(2))
-        out = step.launch(queries, keys, values, ids, zone, torch.tensor([number]), PARAMS)
+        out = step.launch(queries, keys, values, ids, zone, torch.tensor([1 + number]), PARAMS)
         for b, rows in enumerate(stored):
             for h in range(heads):
                 of, chosen = slice(3 * h, 3 * h + 3), rows[h, ids[b, h][ids[b, h] >= 0].long()]

@@ -38,13 +38,13 @@ def filled(name: str) -> LayerState:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_step_is_attention_over_what_the_reference_finds(name: str) -> None:
-    step = UnitStep(filled(name), 8, torch.zeros(1, dtype=torch.int64))
+    step = UnitStep(filled(name), 8, torch.ones(1, dtype=torch.int64))
     step.check(*tokens(7, 1, 1), DIM**-0.5)
 
 
 @pytest.mark.parametrize("what", ["search", "fetch", "held"])
 def test_a_wrong_step_is_refused(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = UnitStep(filled("louiskv"), 8, torch.zeros(1, dtype=torch.int64))
+    step = UnitStep(filled("louiskv"), 8, torch.ones(1, dtype=torch.int64))
     attention, search = step.layer.attention, step.layer.part.searches
     if what == "search":  # searches for the opposite
         launch = search.launch
@@ -57,7 +57,7 @@ def test_a_wrong_step_is_refused(what: str, monkeypatch: pytest.MonkeyPatch) -> 
 
         def forget(*args: Any) -> Tensor:
             if step.layer.trigger.threshold < 0:
-                attention.kept[:, :, :, :5] = 0
+                attention.cache._rows.zero_()
             return inner(*args)
 
         monkeypatch.setattr(step.layer, "step", forget)

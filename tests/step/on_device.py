@@ -14,6 +14,7 @@ from kvrecall.attend import attend_causal
 from kvrecall.attend.reference import attend_rows
 from kvrecall.core.structs import AttentionParams, Rows
 from kvrecall.step.device import Chunk, DeviceLayer, Pass, Run, Window
+from kvrecall.step.places import Places
 from kvrecall.step.plan import PassPlan
 from kvrecall.step.settings import Settings, whole_below
 from kvrecall.step.stream import DeviceBlocks, HostBlocks
@@ -41,7 +42,8 @@ def attend_pages(
 class Device:
     """A layer, and the scheduler's part of the work. Rows of a pass are in the order that is given. library: a pass without
     searches has the attention of a library, and prompts that begin or are short. whole_passes: how many had. runs, reads:
-    prompts that began and went on, which were attended to at once, and the tokens of their longest chunk."""
+    prompts that began and went on, which were attended to at once, and the tokens of their longest chunk. cached: most
+    sequences with a place in the row cache."""
 
     given: dict
     top_k: int
@@ -49,7 +51,9 @@ class Device:
     on: torch.device = field(default_factory=lambda: torch.device("cpu"))
     drafts: int = 0
     library: bool = False
+    cached: int = MOST
     _recorded: Any = None
+    _ended: list[str] = field(default_factory=list)
     tables: dict[int, list[int]] = field(default_factory=dict)
     recent: dict[int, list[int]] = field(default_factory=dict)
     lengths: dict[int, int] = field(default_factory=dict)
@@ -62,7 +66,10 @@ class Device:
         self._below = whole_below(method)
         index = Settings(method).index
         shape = replace(SHAPE, device=self.on, statistics=paged.statistics() if index.needs_statistics else None)
-        self.layer = DeviceLayer(3, shape, method, index, PARAMS, MOST, LONGEST, keeps=not self.resident, drafts=self.drafts)
+        size = (0, 0) if self.resident else (self.cached, 4 * self.top_k + method.sink_tokens)
+        self.places = Places(*size, self.on)
+        self.layer = DeviceLayer(3, shape, method, index, PARAMS, MOST, LONGEST, None, self.places, self.drafts)
+        self.places.cover(BLOCKS)
         self.host = (DeviceBlocks if self.resident else HostBlocks)(BLOCKS, shape, SIZE)
         self.host.rows.fill_(float("nan"))
         width = width_of(index, method.estimate_config(), SHAPE)
@@ -70,7 +77,7 @@ class Device:
         self.layer_pages = torch.full((BLOCKS, content + PADDING), 255, dtype=torch.uint8, device=self.on)[:, :content]
         self.layer.bind(self.layer_pages, self.host)
         self.pages = torch.full((400, HEADS, PAGE, 2 * DIM), float("nan"), device=self.on)
-        self.plan = PassPlan(MOST, LONGEST, method, index, SIZE, self.on, self.drafts)
+        self.plan = PassPlan(MOST, LONGEST, method, index, SIZE, self.on, self.drafts, self.places)
         draw = torch.Generator().manual_seed(4)
         self.free, self.near = torch.randperm(BLOCKS - 1, generator=draw).add(1).tolist(), list(range(1, 400))
 
@@ -78,12 +85,14 @@ class Device:
         """A sequence ends; who comes next gets its blocks."""
         self.free += self.tables.pop(name)
         self.near += self.recent.pop(name)
+        self._ended.append(str(name))
         del self.lengths[name]
 
     def feed(self, new: dict[int, tuple[Tensor, Tensor, Tensor]], padded: int = 0, recorded: bool = False) -> dict[int, Tensor]:
         """Those that decode come first: at most 1 + drafts tokens each. padded: rows behind them that are nobody's. recorded:
         replay a graph; all such passes must have as many tokens, and no prompt."""
         begins, lengths, slots, near = [0], [], [], []
+        given = {name: len(self.tables.get(name, ())) for name in new}
         for name, (q, _, _) in new.items():
             before = self.lengths.get(name, 0)
             after = self.lengths[name] = before + len(q)
@@ -95,6 +104,10 @@ class Device:
             near += [self.recent[name][p // PAGE] * PAGE + p % PAGE for p in range(before, after)]
             begins.append(begins[-1] + len(q))
             lengths.append(after)
+        blocks = {str(name): [self.tables[name][before:]] for name, before in given.items()}
+        long = [str(name) for name in new if self.lengths[name] >= self._below]
+        self.places.begin_pass(blocks, [str(name) for name, before in given.items() if not before], long, self._ended)
+        self._ended.clear()
         slots += [-1] * (1 + self.drafts) * padded
         begins, lengths, rows = begins + [begins[-1]] * padded, lengths + [0] * padded, (1 + self.drafts) * padded
         blocks, recent = (

@@ -1,7 +1,7 @@
 """Decode attention by Triton: split over rows, each part with its log-sum-exp, merged by another kernel.
 
 Resident and selected rows are parts of one attention. Selected rows are read from page-locked host memory (ParisKV section
-4.2.3), or from the device if the last step kept them, in the same pass. All sums are fp32. Bytes: 4 D per row and KV head in
+4.2.3), or from the row cache, in the same pass. All sums are fp32. Bytes: 4 D per row and KV head in
 16-bit types, once, for all query heads of a group.
 """
 
@@ -10,7 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvrecall.core.triton import capped, load_rows
+from kvrecall.attend.row_cache import cached_rows
+from kvrecall.core.triton import capped
 
 
 @triton.jit
@@ -102,47 +103,6 @@ def window_rows(p_rows, p_length, p_key, p_value, o_r, CAPACITY, SINK, D: tl.con
 
 
 @triton.jit
-def selected_rows(
-    p_pool, p_table, p_kept_ids, p_kept, i_now, i_then, p_read, b_id, o_k, i_kv, HEADS, K,
-    BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, REUSE: tl.constexpr,
-):  # fmt: skip
-    """K and V `[R, BD]` of selected rows: entries o_k of a selection with ids `[R]` (-1: none).
-
-    pool `[blocks, HEADS, BLOCK, 2, D]`: the layer's rows on the host; table: the sequence's blocks, see `load_rows`. REUSE:
-    kept `[·, K, 2, D]` holds rows of earlier steps, kept_ids int32 `[·, K]` their ids; rows come from selection i_then, int64,
-    and are kept as i_now, int64 (< 0: not kept). Without REUSE nothing is kept. read[0] counts rows read from the host.
-    """
-    o_d = tl.arange(0, BD)
-    m_d = (o_d < D)[None, :]
-    m_r = b_id >= 0
-    if REUSE:
-        o_now, o_then = i_now * K, i_then * K
-        b_slot = tl.full(b_id.shape, -1, tl.int32)
-        KEPT: tl.constexpr = min(BK, max(16, 4096 // b_id.shape[0]))  # compared at a time, to limit registers
-        for i_k in tl.static_range(0, BK, KEPT):
-            o_all = i_k + tl.arange(0, KEPT)
-            b_then = tl.load(p_kept_ids + o_then + o_all, mask=o_all < K, other=-1)
-            m_same = (b_id[:, None] == b_then[None, :]) & m_r[:, None]
-            b_slot = tl.maximum(b_slot, tl.max(tl.where(m_same, o_all[None, :], -1), 1))
-        m_kept = (b_slot >= 0)[:, None] & m_d
-        m_host = m_r & (b_slot < 0)
-        p_then = p_kept + (o_then + b_slot)[:, None] * (2 * D) + o_d[None, :]
-        b_k, b_v = load_rows(p_pool, p_table, b_id, m_r, m_host, i_kv, HEADS, p_kept, BLOCK, D, BD)
-        b_k = tl.where(m_kept, tl.load(p_then, mask=m_kept, other=0.0), b_k)
-        b_v = tl.where(m_kept, tl.load(p_then + D, mask=m_kept, other=0.0), b_v)
-        p_now = p_kept + (o_now + o_k)[:, None] * (2 * D) + o_d[None, :]
-        m_now = (o_k < K) & (i_now >= 0)
-        tl.store(p_now, b_k, mask=m_now[:, None] & m_d)
-        tl.store(p_now + D, b_v, mask=m_now[:, None] & m_d)
-        tl.store(p_kept_ids + o_now + o_k, b_id, mask=m_now)
-    else:
-        m_host = m_r
-        b_k, b_v = load_rows(p_pool, p_table, b_id, m_r, m_r, i_kv, HEADS, p_kept, BLOCK, D, BD)
-    tl.atomic_add(p_read, tl.sum(m_host.to(tl.int32), 0).to(tl.int64), sem="relaxed")
-    return b_k, b_v
-
-
-@triton.jit
 def readers_first(i_program, pairs, CHOSEN: tl.constexpr):
     """(pair of sequence and KV head, part of the step) of a program: parts that read the host come first, head by head.
 
@@ -157,16 +117,16 @@ def readers_first(i_program, pairs, CHOSEN: tl.constexpr):
 
 @triton.jit
 def step_part(
-    p_queries, p_keys, p_values, p_rows, p_zone, p_bad, p_ids, p_pool, p_table, p_kept_ids, p_kept, p_parity, p_read, p_out,
-    p_lse, scaling, softcap, i_bh, i_kv, i_part, HEADS, CAPACITY, SINK, PAIRS, K,
-    BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, R: tl.constexpr, W: tl.constexpr, BK: tl.constexpr,
-    CHOSEN: tl.constexpr, PARTS: tl.constexpr, CAP: tl.constexpr, REUSE: tl.constexpr,
+    p_queries, p_keys, p_values, p_rows, p_zone, p_bad, p_ids, p_pool, p_table, cache, p_read, p_out, p_lse, scaling, softcap,
+    i_bh, i_kv, i_part, HEADS, CAPACITY, SINK, K,
+    BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+    CHOSEN: tl.constexpr, PARTS: tl.constexpr, CAP: tl.constexpr, WAYS: tl.constexpr,
 ):  # fmt: skip
     """Part number i_part of one decode step of a sequence and KV head: CHOSEN parts of R selected rows, then parts of W rows
-    that are resident, `[PAIRS, CAPACITY, 2, D]`. PARTS: of the step's attention, including other launches. pool and table as in
-    `selected_rows`.
+    that are resident, `[bh, CAPACITY, 2, D]`. PARTS: of the step's attention, including other launches. pool, table and cache
+    as in `cached_rows`. read[0] counts rows read from the host.
 
-    The new token `[PAIRS, D]` is attended to where the model put it, and stored in its row of the window; bad[0] becomes 1 if
+    The new token `[bh, D]` is attended to where the model put it, and stored in its row of the window; bad[0] becomes 1 if
     it is not finite. zone int32: lengths as in `window_rows`, then the row of the new token.
     """
     o_out = i_bh.to(tl.int64) * G * PARTS
@@ -174,10 +134,8 @@ def step_part(
     if i_part < CHOSEN:
         o_k = i_part * R + tl.arange(0, R)
         b_id = tl.load(p_ids + i_bh * K + o_k, mask=o_k < K, other=-1)
-        now = tl.load(p_parity)
-        i_now, i_then = now * PAIRS + i_bh, (1 - now) * PAIRS + i_bh
-        b_k, b_v = selected_rows(p_pool, p_table, p_kept_ids, p_kept, i_now, i_then, p_read, b_id, o_k, i_kv, HEADS, K, BLOCK,
-                                 D, BD, BK, REUSE)  # fmt: skip
+        b_k, b_v, read = cached_rows(p_pool, p_table, cache, i_bh // HEADS, b_id, i_kv, HEADS, BLOCK, D, BD, WAYS)
+        tl.atomic_add(p_read, read.to(tl.int64), sem="relaxed")
         attend_block(p_query, p_part, p_part_lse, i_part, b_k, b_v, b_id >= 0, scaling, softcap, D, BD, G, PARTS, CAP)
     else:
         first, new = (i_part - CHOSEN) * W, tl.load(p_zone + 3)

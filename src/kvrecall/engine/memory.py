@@ -109,6 +109,8 @@ def _served_layers(config: PretrainedConfig) -> list[int]:
 
 UTILIZATION = 0.9
 """vLLM's default share of a GPU."""
+_PAGE_BYTES = 48 << 30
+"""Memory for pages where nobody tells it, to estimate the scratch, which grows with the device's memory."""
 _PASSES, _PASSES_WITH_DRAFTS = 2, 1
 """Passes in flight with asynchronous scheduling, vLLM's default, and without, which vLLM takes with drafts from the text."""
 
@@ -183,9 +185,11 @@ def plan_vllm(
     layers, heads = len(shapes), shapes[0].kv_heads
     capacity = Capacity.of(settings, shapes, block_size, context_tokens, passes, ranks, ahead_of(drafts))
     weights = _parameters(config) * dtype.itemsize // ranks
-    scratch = scratch_bytes(settings, shapes, batch, context_tokens, block_size, drafts)
-    if page_bytes is None and torch.cuda.is_available():
-        page_bytes = max(0, int(torch.cuda.mem_get_info()[1] * UTILIZATION) - weights - scratch)
+    here = torch.cuda.mem_get_info()[1] if page_bytes is None and torch.cuda.is_available() else None
+    memory = here or int(((page_bytes or _PAGE_BYTES) + weights) / UTILIZATION)
+    scratch = scratch_bytes(settings, shapes, batch, context_tokens, memory, block_size, drafts)
+    if here is not None:
+        page_bytes = max(0, int(here * UTILIZATION) - weights - scratch)
     host_blocks = capacity.host.blocks
     device_blocks = None if page_bytes is None else page_bytes // capacity.device_block_bytes
     blocks = host_blocks if device_blocks is None else capacity.with_rows(device_blocks)

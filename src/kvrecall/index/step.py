@@ -75,8 +75,8 @@ class SlotSpec:
 class SlotStep:
     """The input of one step of all slots.
 
-    queries `[slots, H_q, 1, D]`, keys, values `[slots, H_kv, 1, D]`, contiguous. parity: int64 `[1]`, the step's number modulo
-    2. fire: int32 `[slots, width]`, whether to search. attention: rows of the windows, and the parts of the merge. log and
+    queries `[slots, H_q, 1, D]`, keys, values `[slots, H_kv, 1, D]`, contiguous. now: int64 `[1]`, the step's number, > 0.
+    fire: int32 `[slots, width]`, whether to search. attention: rows of the windows, and the parts of the merge. log and
     lse fp32 `[slots, H_q]` receive queries and the log-sum-exp of their attention, if a static set needs them.
     """
 
@@ -84,7 +84,7 @@ class SlotStep:
     keys: Tensor
     values: Tensor
     params: AttentionParams
-    parity: Tensor
+    now: Tensor
     fire: Tensor
     zones: SlotZones
     attention: StepAttention
@@ -133,7 +133,7 @@ class IndexStep(ABC):
         self.search(inputs.queries, inputs.fire, inputs.zones, inputs.params.scaling)
         total = None if inputs.log is None else inputs.lse
         out = inputs.attention.launch(
-            inputs.queries, inputs.keys, inputs.values, self.ids, inputs.zones.rows, inputs.parity, inputs.params, total
+            inputs.queries, inputs.keys, inputs.values, self.ids, inputs.zones.rows, inputs.now, inputs.params, total
         )
         self.end(inputs)
         return out

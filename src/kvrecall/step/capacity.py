@@ -19,6 +19,7 @@ from kvrecall.index.base import LayerShape
 from kvrecall.index.statistics import KeyStatistics, LayerStatistics, NoRotary
 from kvrecall.step.device import DeviceLayer, Scratch
 from kvrecall.step.memory import HostPlan
+from kvrecall.step.places import Places, size_of
 from kvrecall.step.plan import PassPlan
 from kvrecall.step.settings import BLOCK_TOKENS, Settings, check_block_size, least_block, whole_below
 from kvrecall.step.summaries import width_of
@@ -129,26 +130,28 @@ class Capacity:
 
 
 def scratch_bytes(
-    settings: Settings, shapes: Sequence[LayerShape], most: int, longest: int, block_size: int = BLOCK_TOKENS, drafts: int = 0
-) -> int:
-    """Device memory besides pages and weights: kept rows, scores, maps. shapes: of the layers, all equal. most: rows of a
-    batch. drafts: draft tokens per row and decode step. Nothing is allocated."""
+    settings: Settings, shapes: Sequence[LayerShape], most: int, longest: int, device_bytes: int,
+    block_size: int = BLOCK_TOKENS, drafts: int = 0,
+) -> int:  # fmt: skip
+    """Device memory besides pages and weights: row caches, scores, maps. shapes: of the layers, all equal. most: rows of a
+    batch. device_bytes: memory of the device. drafts: draft tokens per row and decode step. Nothing is allocated."""
     index = settings.index
     if index.why_unpaged_on_gpu():
         return 0
     shape = shapes[0]
     heads, dim, params, meta = shape.kv_heads, shape.head_dim, AttentionParams(shape.head_dim**-0.5), torch.device("meta")
 
+    places = Places(*size_of(settings.method, shape, len(shapes), most, device_bytes), meta)
+
     def layer(number: int, scratch: Scratch | None = None) -> DeviceLayer:
         own = LayerStatistics(NoRotary(dim), KeyStatistics.nothing(heads, dim))  # maps of its own
         there = LayerShape(1, shape.query_heads, heads, dim, shape.dtype, meta, own)
-        return DeviceLayer(number, there, settings.method, index, params, most, longest, scratch, drafts=drafts)
+        return DeviceLayer(number, there, settings.method, index, params, most, longest, scratch, places, drafts)
 
     first = layer(0)
     second = layer(1, first.scratch)
-    plan = PassPlan(most, longest, settings.method, index, block_size, meta, drafts)
-    one = held_bytes([first])
-    return one + (len(shapes) - 1) * (held_bytes([first, second]) - one) + held_bytes(plan)
+    plan = PassPlan(most, longest, settings.method, index, block_size, meta, drafts, places)
+    return held_bytes(first, plan) + (len(shapes) - 1) * (held_bytes(first, second) - held_bytes(first))
 
 
 def held_bytes(*held: object) -> int:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.attend import attend_block, attend_causal
+from kvrecall.attend.row_cache import RowCache
 from kvrecall.core.cuda import to_device
 from kvrecall.core.launch import cdiv, next_power_of_2, overlapping
 from kvrecall.core.structs import AttentionParams, Partial, lasting_tensors
@@ -29,7 +30,8 @@ from kvrecall.methods.base import Method
 from kvrecall.step.aside import BEHIND, Aside
 from kvrecall.step.means import means_in
 from kvrecall.step.paged import Refill
-from kvrecall.step.plan import ROW, PassPlan, kept_sequences
+from kvrecall.step.places import Places
+from kvrecall.step.plan import ROW, PassPlan
 from kvrecall.step.settings import DENSE_ROWS, MOST_PARTS, Parts, whole_below
 from kvrecall.step.stream import HostBlocks, Stream
 
@@ -228,21 +230,21 @@ class Scratch:
 
 
 class DeviceLayer:
-    """Summaries, rows and kept rows of one layer."""
+    """Summaries, rows and row cache of one layer."""
 
     def __init__(
         self, number: int, shape: LayerShape, method: Method, index: IndexConfig, params: AttentionParams, most: int,
-        longest: int, scratch: Scratch | None = None, keeps: bool = True, drafts: int = 0,
+        longest: int, scratch: Scratch | None = None, places: Places | None = None, drafts: int = 0,
         aside: Aside | None = None,
     ) -> None:  # fmt: skip
         """number: of the layer. most: rows of a batch. longest: tokens of a sequence. scratch: of another layer of this shape.
-        keeps: whether sinks and selected rows stay on the device between steps; not needed if all rows lie there. drafts:
+        places: of sequences whose sinks and selected rows stay on the device between steps; None if all rows lie there. drafts:
         tokens that a row may decode besides its first. aside: that of the other layers, joined by who calls them. Allocates
         everything besides pages and rows."""
         assert method.top_k is not None
         self.number, self.shape, self._params, self._config = number, shape, params, index
         self.aside = aside or Aside(shape.device)
-        self._tokens, tokens = 1 + drafts, most * (1 + drafts)
+        tokens, self._places = most * (1 + drafts), places or Places(0, 0, shape.device)
         together = searched_together(tokens, longest)
         sizes = PagedSizes(together, longest, method.top_k, method.sink_tokens, ROW)
         self.index = index.paged_kernels(shape, sizes, None if scratch is None else scratch.index)
@@ -250,13 +252,9 @@ class DeviceLayer:
         self._every = 1 << (min(_RUN, method.local_tokens - drafts).bit_length() - 1)
         """Most tokens whose rows are not on the host yet; they are in the window."""
         self._phase = number * _SPREAD % self._every
-        heads, dim, k, device = shape.kv_heads, shape.head_dim, self.scratch.top_k, shape.device
-        kept = kept_sequences(most, drafts) if keeps else 0
-        self._kept_tokens = kept * self._tokens
+        device, none = shape.device, torch.empty(0, dtype=shape.dtype, device=shape.device)
         with lasting_tensors():
-            self._sinks = torch.zeros(kept, heads, self.scratch.sinks, 2, dim, dtype=shape.dtype, device=device)
-            self._kept = torch.zeros(2, self._kept_tokens, heads, k, 2, dim, dtype=shape.dtype, device=device)
-            self._kept_ids = torch.full((3, self._kept_tokens, heads, k), -1, dtype=torch.int32, device=device)
+            self._cache = RowCache(self._places.count, shape.kv_heads, self._places.rows, shape.head_dim, none)
             self.read = torch.zeros(tokens, dtype=torch.int64, device=device)
             """Rows read from the host, by number of the token in its pass."""
             self.bad = torch.zeros(tokens, dtype=torch.int32, device=device)
@@ -300,18 +298,24 @@ class DeviceLayer:
                 self._estimate(q, self._means, plan.pages[own], blocks, parts, lse)
             merge_step(q.unsqueeze(2), parts, lse, self._params.sink_logits, into=out[own])
 
-    def _places(self, batch: Pass, window: Window) -> tuple[Any, Any]:
+    def _rows(self, batch: Pass, window: Window) -> tuple[Any, Any]:
         """Rows on the host and in the window, for kernels."""
         from kvrecall.cache.paged_rows import Held, Recent
 
         held = Held(self._host.rows, batch.blocks, batch.blocks.stride(0), self.shape.kv_heads)
         return held, Recent(window.rows, window.blocks, window.blocks.stride(0), *window.places)
 
+    def _plan(self, plan: PassPlan, own: slice) -> Any:
+        """The plan of the pass's tokens `own`, for kernels."""
+        from kvrecall.step.kernels import Plan
+
+        return Plan(plan.rows[own], plan.fire[own], self.bad[own], self.read[own])
+
     def _page_means(self) -> Any:
         """Means for kernels; any tensor without means."""
         from kvrecall.step.kernels import PageMeans
 
-        rows = self._sinks if self._means is None else self._means
+        rows = self.read if self._means is None else self._means
         return PageMeans(rows, rows.stride(0), self.scratch.mean_tokens)
 
     def _attend(
@@ -326,14 +330,14 @@ class DeviceLayer:
         (summarise, summary), pieces = index.summary(), index.programs + meaned + 1
         programs = others + pieces + (window_parts if len(q) < _MANY else 0)
         kernels.paged_step_kernel[(len(q) * shape.kv_heads * programs,)](
-            q, Fresh(k, v, k.stride(0), v.stride(0)), kernels.Plan(plan.rows[own], plan.fire[own], self.bad[own]), index.ids,
-            *self._places(batch, window), kernels.Kept(self._sinks, self._kept_ids, self._kept, self.read[own]),
+            q, Fresh(k, v, k.stride(0), v.stride(0)), self._plan(plan, own), index.ids,
+            *self._rows(batch, window), self._cache.arguments(plan.now, self._places.since),
             kernels.Parts(parts, lse, parts.shape[2]), summary, self._page_means(), params.scaling,
             params.softcap, q.stride(0), programs, scratch.top_k, scratch.sinks, self._every, self._phase,
             BLOCK=self._host.block_size, D=dim, BD=next_power_of_2(dim), G=shape.query_heads // shape.kv_heads,
-            R=scratch.parts.rows, W=DENSE_ROWS, BK=next_power_of_2(scratch.top_k), CHOSEN=scratch.parts.chosen, PIECES=pieces,
-            SINK_PARTS=scratch.parts.sinks, MEANED=meaned, SEARCH=SEARCH_FIELDS, STRIDE=ROW, CAP=params.softcap != 0,
-            REUSE=own.start < self._kept_tokens, SUMMARISE=summarise, num_warps=4,
+            R=scratch.parts.rows, W=DENSE_ROWS, CHOSEN=scratch.parts.chosen, PIECES=pieces, SINK_PARTS=scratch.parts.sinks,
+            MEANED=meaned, SEARCH=SEARCH_FIELDS, STRIDE=ROW, CAP=params.softcap != 0, WAYS=self._cache.ways,
+            SUMMARISE=summarise, num_warps=4,
             **overlapping(shape.device),
         )  # fmt: skip
 
@@ -345,7 +349,7 @@ class DeviceLayer:
 
         k, v, plan = keys[: batch.decodes], values[: batch.decodes], batch.plan
         dim, heads, meaned = keys.shape[2], self.shape.kv_heads, self._means is not None
-        own, (held, recent) = kernels.Plan(plan.rows, plan.fire, self.bad), self._places(batch, window)
+        own, (held, recent) = self._plan(plan, slice(None)), self._rows(batch, window)
         sizes: dict[str, Any] = {"D": dim, "BD": next_power_of_2(dim), "SEARCH": SEARCH_FIELDS, "STRIDE": ROW}
         self.index.store_decoded(k, batch.slots[: batch.decodes])
         kernels.recent_kernel[(len(k) * heads,)](
@@ -376,8 +380,8 @@ class DeviceLayer:
         scratch, params, shape, plan = self.scratch, self._params, self.shape, batch.plan
         others, shares, _ = scratch.shares(len(q))
         kernels.window_kernel[(len(q) * shape.kv_heads * shares,)](
-            q, Fresh(k, v, k.stride(0), v.stride(0)), kernels.Plan(plan.rows[own], plan.fire[own], self.bad[own]),
-            self._places(batch, window)[1], kernels.Parts(parts, lse, parts.shape[2]), params.scaling, params.softcap,
+            q, Fresh(k, v, k.stride(0), v.stride(0)), self._plan(plan, own),
+            self._rows(batch, window)[1], kernels.Parts(parts, lse, parts.shape[2]), params.scaling, params.softcap,
             q.stride(0), shape.kv_heads, shares, others, D=shape.head_dim, BD=next_power_of_2(shape.head_dim),
             G=shape.query_heads // shape.kv_heads, W=_WINDOW_ROWS, SEARCH=SEARCH_FIELDS, STRIDE=ROW, CAP=params.softcap != 0,
             STAGES=_WINDOW_STAGES, num_warps=4, **overlapping(shape.device),
@@ -417,7 +421,7 @@ class DeviceLayer:
         if not batch.chunks:
             return
         first, last, heads, dim = batch.chunks[0].tokens.start, batch.chunks[-1].tokens.stop, self.shape.kv_heads, keys.shape[2]
-        strides, (held, recent), means = (keys.stride(0), values.stride(0)), self._places(batch, window), self._page_means()
+        strides, (held, recent), means = (keys.stride(0), values.stride(0)), self._rows(batch, window), self._page_means()
         sizes: dict[str, int] = {"BLOCK": self._host.block_size, "D": dim, "BD": next_power_of_2(dim), "num_warps": 4}
         count, here = last - first, {name: size for name, size in sizes.items() if name != "BLOCK"}
         staged = torch.empty(heads, count, 2, dim, dtype=self._host.rows.dtype, device=keys.device)

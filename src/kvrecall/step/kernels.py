@@ -17,12 +17,12 @@ from kvrecall.attend.kernels import (
     empty_part,
     flag_odd,
     readers_first,
-    selected_rows,
     store_new,
     store_part,
 )
+from kvrecall.attend.row_cache import cached_rows
 from kvrecall.cache.paged_rows import Fresh, head_rows, load_part, run_start, store_run, window_place
-from kvrecall.core.triton import begin, capped, end, row_offset
+from kvrecall.core.triton import begin, capped, end
 
 
 @triton.jit
@@ -31,57 +31,31 @@ def window_start(length, LOCAL, WHOLE):
     return tl.where(length < WHOLE, 0, tl.maximum(length - LOCAL, 0))
 
 
-@triton.jit(do_not_specialize=["DECODES", "TABLE"])
+@triton.jit(do_not_specialize=["DECODES", "TABLE", "BLOCKS", "NOW"])
 def plan_kernel(
-    p_begins, p_lengths, p_table, p_candidates, p_tags, p_generations, p_plan, p_fire, p_pages, p_counts, p_decoded, DECODES,
-    TABLE, DECODED, LOCAL, WHOLE, SINKS, K, MEAN_TOKENS, GENERATIONS, KEPT,
+    p_begins, p_lengths, p_table, p_candidates, p_of_block, p_now, p_plan, p_fire, p_pages, p_counts, p_decoded, DECODES,
+    TABLE, DECODED, LOCAL, WHOLE, SINKS, K, MEAN_TOKENS, BLOCKS, NOW,
     BLOCK: tl.constexpr, SEARCH: tl.constexpr, STRIDE: tl.constexpr, TOKENS: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Program (row of the batch): writes a plan row for each token that the row decodes, and whether it searches.
 
     begins int32 `[b + 1]`, lengths int32 `[b]`, table int32 `[b, TABLE]`: vLLM's; the first DECODES rows decode up to TOKENS
-    tokens each. candidates int32: by tokens of the zone. plan int32 `[·, STRIDE]`, by number of the token in the pass: SEARCH
-    numbers of the search, then those of `plan.OWN_FIELDS`; zeros in the rows up to b * TOKENS that no token has. pages int32:
-    whole pages of MEAN_TOKENS tokens in the zone that a token searches, 0 if it does not. decoded int32 `[·, DECODED]`, if
-    TOKENS > 1: the blocks of each token's sequence. counts int64 `[3]`: adds searches, searched tokens and selected rows.
-
-    vLLM may give a row of the batch to another sequence without notice. The row's tag int32 `[b, 5]` identifies the sequence of
-    its last step: the block of the step's first token, which is never rejected, the token's position, and the generation of the
-    block; then how many tokens the step decoded, and which half of the kept rows it filled. Generations int32 `[GENERATIONS]`
-    count how often a block was begun; blocks may share a count, which only makes tags differ more often. KEPT: tokens of a pass
-    that keep rows, TOKENS for each of the first rows of the batch. This step reads those of the last token that was accepted.
+    tokens each. candidates int32: by tokens of the zone. of_block int32 `[BLOCKS]`: places of sequences by the block of their
+    first token here, which no other sequence has (`Places`). now int64 `[1]` becomes NOW, the number of the pass. plan int32
+    `[·, STRIDE]`, by number of the token in the pass: SEARCH numbers of the search, then those of `plan.OWN_FIELDS`; zeros in
+    the rows up to b * TOKENS that no token has. pages int32: whole pages of MEAN_TOKENS tokens in the zone that a token
+    searches, 0 if it does not. decoded int32 `[·, DECODED]`, if TOKENS > 1: the blocks of each token's sequence. counts int64
+    `[3]`: adds searches, searched tokens and selected rows.
     """
     i_b = tl.program_id(0)
+    if i_b == 0:
+        tl.store(p_now, NOW)
     begin, length = tl.load(p_begins + i_b), tl.load(p_lengths + i_b)
     count = tl.load(p_begins + i_b + 1) - begin
     decodes = (i_b < DECODES) & (count > 0) & (count <= TOKENS) & (length > 0)
-    p_own, p_tag, past = p_table + i_b.to(tl.int64) * TABLE, p_tags + i_b * 5, length - count
-
-    tagged, accepted = tl.load(p_tag + 1), past - tl.load(p_tag + 1)
-    same = decodes & (tagged >= 0) & (accepted > 0) & (accepted <= tl.load(p_tag + 3))
-    block = tl.load(p_own + tagged // BLOCK, mask=same, other=0)
-    same = same & (block == tl.load(p_tag)) & (tl.load(p_tag + 2) == tl.load(p_generations + block % GENERATIONS))
-    tl.debug_barrier()
-
-    first, last = tl.cdiv(past, BLOCK), tl.cdiv(length, BLOCK)  # blocks that this pass begins
-    for i in range(first, last, T):
-        o_place = i + tl.arange(0, T)
-        b_block = tl.load(p_own + o_place, mask=o_place < last, other=0)
-        tl.atomic_add(p_generations + b_block % GENERATIONS, 1, mask=o_place < last, sem="relaxed")
-    tl.debug_barrier()
-
-    now = 1 - tl.load(p_tag + 4)
-    block = tl.load(p_own + tl.maximum(past, 0) // BLOCK)
-    tl.store(p_tag, tl.where(decodes, block, -1))
-    tl.store(p_tag + 1, past)
-    tl.store(p_tag + 2, tl.load(p_generations + block % GENERATIONS, cache_modifier=".cg"))
-    tl.store(p_tag + 3, count)
-    tl.store(p_tag + 4, now)
-
-    keeps = (i_b + 1) * TOKENS <= KEPT
-    kept = same & keeps & (window_start(past, LOCAL, WHOLE) > SINKS)  # the last accepted token searched
-    then = tl.where(kept, (1 - now) * KEPT + i_b * TOKENS + accepted - 1, 2 * KEPT)
-    sinks = tl.where(same & keeps, tl.minimum(window_start(tagged + 1, LOCAL, WHOLE), SINKS), 0)
+    p_own, past = p_table + i_b.to(tl.int64) * TABLE, length - count
+    block = tl.load(p_own + tl.maximum(past, 0) // BLOCK, mask=decodes, other=0)
+    place = tl.load(p_of_block + block, mask=decodes & (block < BLOCKS), other=-1)
     searches_all, among_all, found_all = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
     for i_t in range(tl.where(decodes, count, 0)):
         i_row, own = begin + i_t, past + i_t + 1
@@ -92,10 +66,8 @@ def plan_kernel(
         tl.store(p_row + SEARCH, own)
         tl.store(p_row + SEARCH + 1, i_b)
         tl.store(p_row + SEARCH + 2, i_t)
-        tl.store(p_row + SEARCH + 3, tl.where(keeps, now * KEPT + i_b * TOKENS + i_t, -1))
-        tl.store(p_row + SEARCH + 4, then)
-        tl.store(p_row + SEARCH + 5, sinks)
-        tl.store(p_row + SEARCH + 6, tokens)
+        tl.store(p_row + SEARCH + 3, place)
+        tl.store(p_row + SEARCH + 4, tokens)
         tl.store(p_fire + i_row, searches.to(tl.int32))
         tl.store(p_pages + i_row, tl.where(searches, tokens // MEAN_TOKENS, 0))
         among = tl.where(searches, tokens - SINKS, 0).to(tl.int64)
@@ -103,6 +75,7 @@ def plan_kernel(
         among_all += among
         found_all += tl.minimum(among, K)
         if TOKENS > 1:
+            last = tl.cdiv(length, BLOCK)
             for i in range(0, last, T):
                 o_place = i + tl.arange(0, T)
                 b_block = tl.load(p_own + o_place, mask=o_place < last, other=0)
@@ -115,9 +88,7 @@ def plan_kernel(
         tl.store(p_row + SEARCH + 1, i_b)
         tl.store(p_row + SEARCH + 2, 0)
         tl.store(p_row + SEARCH + 3, -1)
-        tl.store(p_row + SEARCH + 4, 2 * KEPT)
-        tl.store(p_row + SEARCH + 5, 0)
-        tl.store(p_row + SEARCH + 6, 0)
+        tl.store(p_row + SEARCH + 4, 0)
         tl.store(p_fire + i_row, 0)
         tl.store(p_pages + i_row, 0)
     tl.atomic_add(p_counts, searches_all, mask=searches_all > 0, sem="relaxed")
@@ -156,20 +127,11 @@ def attend_more(b_q, b_k, b_v, m_r, b_peak, b_total, b_sum, scaling, softcap, CA
 
 class Plan(NamedTuple):
     """Of the decoded tokens of a launch: rows int32 `[n, STRIDE]` and fire int32 `[n]` (`plan_kernel`). bad int32 `[n]` becomes
-    1 for a token that is not finite."""
+    1 for a token that is not finite. read int64 `[n]` counts selected rows that were read from the host."""
 
     rows: Any
     fire: Any
     bad: Any
-
-
-class Kept(NamedTuple):
-    """Rows of the step before: sinks `[·, HEADS, SINKS, 2, D]` by row of the batch; selected rows `[2, ·, HEADS, K, 2, D]` and
-    ids int32 `[3, ·, HEADS, K]`, whose last third is -1. read int64 `[n]` counts rows read from the host."""
-
-    sinks: Any
-    ids: Any
-    rows: Any
     read: Any
 
 
@@ -256,7 +218,7 @@ def window_kernel(
     i_b, i_kv = i_pair // HEADS, i_pair % HEADS
     p_own, length = plan.rows + i_b * STRIDE + SEARCH, tl.load(plan.rows + i_b * STRIDE + SEARCH)
     p_pages = window.table + tl.load(p_own + 1).to(tl.int64) * window.TABLE
-    first, stop = share_of(tl.load(p_own + 6), length, i_share, SHARES, W)
+    first, stop = share_of(tl.load(p_own + 4), length, i_share, SHARES, W)
     o_part = i_pair.to(tl.int64) * G * parts.COUNT
     if first < stop:
         attend_recent(
@@ -319,28 +281,27 @@ def keep_kernel(
         p_here = (
             window.rows + window_place(window, window.table + i_row * window.TABLE, length - 1, i_kv, length > 0) - i_kv * D
         )
-        rows = head_rows(Fresh(p_here, p_here + D, 0, 0), window, held, 0, 0, length - 1, tl.load(p_own + 6), i_row, i_kv, D)
+        rows = head_rows(Fresh(p_here, p_here + D, 0, 0), window, held, 0, 0, length - 1, tl.load(p_own + 4), i_row, i_kv, D)
         keep_piece(rows, i_piece, length - 1, summary, means, SINKS, EVERY, PHASE, BLOCK, D, BD, W, PIECES, MEANED,
                    SUMMARISE)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["PROGRAMS", "PHASE"])
 def paged_step_kernel(
-    p_queries, fresh, plan, p_ids, held, window, kept, parts, summary, means, scaling, softcap, Q_TOKEN, PROGRAMS, K, SINKS,
+    p_queries, fresh, plan, p_ids, held, window, cache, parts, summary, means, scaling, softcap, Q_TOKEN, PROGRAMS, K, SINKS,
     EVERY, PHASE,
     BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
-    BK: tl.constexpr, CHOSEN: tl.constexpr, PIECES: tl.constexpr, SINK_PARTS: tl.constexpr, MEANED: tl.constexpr,
-    SEARCH: tl.constexpr, STRIDE: tl.constexpr, CAP: tl.constexpr, REUSE: tl.constexpr,
-    SUMMARISE: tl.constexpr, PDL: tl.constexpr,
+    CHOSEN: tl.constexpr, PIECES: tl.constexpr, SINK_PARTS: tl.constexpr, MEANED: tl.constexpr, SEARCH: tl.constexpr,
+    STRIDE: tl.constexpr, CAP: tl.constexpr, WAYS: tl.constexpr, SUMMARISE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (token and KV head, part), PROGRAMS of each pair: CHOSEN parts of R selected rows, PIECES that summarise and keep
     the new token, then SINK_PARTS and the window's parts of W rows each, unless `window_kernel` attends to it. Other launches
     fill the later ones of the parts of the merge.
 
-    queries: token b begins at element b * Q_TOKEN. fresh, plan, ids `[·, K]`, the selections, kept.read and parts begin with
-    this launch's first token; those of one sequence lie side by side. held, window and kept are those of the layer. The first
-    PIECES - MEANED - 1 pieces call SUMMARISE with `summary`, as `cache.paged_rows.summarise_nothing`. With MEANED, a piece
-    computes the mean of a page that ends with the new token. Only with REUSE rows of the step before are read.
+    queries: token b begins at element b * Q_TOKEN. fresh, plan, ids `[·, K]`, the selections, and parts begin with this
+    launch's first token; those of one sequence lie side by side. held, window and cache (`cached_rows`) are those of the layer.
+    The first PIECES - MEANED - 1 pieces call SUMMARISE with `summary`, as `cache.paged_rows.summarise_nothing`. With MEANED, a
+    piece computes the mean of a page that ends with the new token.
 
     The new token, and those of its sequence before it in the pass, are attended to where the model put them. It is stored in
     the window's pages, and with the last token of a run (`run_start`) the rows of the run go to the host: many small writes to
@@ -353,8 +314,7 @@ def paged_step_kernel(
     p_own, length = plan.rows + i_b * STRIDE + SEARCH, tl.load(plan.rows + i_b * STRIDE + SEARCH)
     i_row = tl.load(p_own + 1).to(tl.int64)
     p_blocks, p_pages = held.table + i_row * held.TABLE, window.table + i_row * window.TABLE
-    o_d = tl.arange(0, BD)
-    newest, ends = length - 1, tl.load(p_own + 6)
+    place, newest, ends = tl.load(p_own + 3), length - 1, tl.load(p_own + 4)
     o_part = i_pair.to(tl.int64) * G * parts.COUNT
     p_part, p_part_lse = parts.out + o_part * D, parts.lse + o_part
     p_query = p_queries + i_b.to(tl.int64) * Q_TOKEN + i_kv * G * D
@@ -364,17 +324,13 @@ def paged_step_kernel(
         end(PDL)  # the launch of the later parts depends on the search, not on this one
     if i_p < CHOSEN:
         o_k = i_p * R + tl.arange(0, R)
-        now, then = tl.load(p_own + 3).to(tl.int64), tl.load(p_own + 4).to(tl.int64)
-        i_now, i_then = tl.where(now >= 0, now * HEADS + i_kv, -1), then * HEADS + i_kv
         if tl.load(plan.fire + i_b) != 0:
             b_id = tl.load(p_ids + i_pair * K + o_k, mask=o_k < K, other=-1)
-            b_k, b_v = selected_rows(held.pool, p_blocks, kept.ids, kept.rows, i_now, i_then, kept.read + i_b, b_id, o_k, i_kv,
-                                     HEADS, K, BLOCK, D, BD, BK, REUSE)  # fmt: skip
+            b_k, b_v, read = cached_rows(held.pool, p_blocks, cache, place, b_id, i_kv, HEADS, BLOCK, D, BD, WAYS)
+            tl.atomic_add(plan.read + i_b, read.to(tl.int64), sem="relaxed")
             attend_block(p_query, p_part, p_part_lse, i_p, b_k, b_v, b_id >= 0, scaling, softcap, D, BD, G, parts.COUNT, CAP)
         else:
             empty_part(p_part_lse, i_p, G, parts.COUNT)
-            if REUSE:
-                tl.store(kept.ids + i_now * K + o_k, -1, mask=(o_k < K) & (i_now >= 0))
     elif i_p < CHOSEN + PIECES:
         if length > 0:
             rows = head_rows(fresh, window, held, i_b.to(tl.int64), tl.load(p_own + 2), newest, ends, i_row, i_kv, D)
@@ -383,24 +339,12 @@ def paged_step_kernel(
     elif i_p < CHOSEN + PIECES + SINK_PARTS:
         i_part = i_p - PIECES
         first, stop = (i_part - CHOSEN) * W, tl.minimum(SINKS, ends)
-        if first < stop:  # kept sinks of the step before, or sinks from the host
+        if first < stop:
             o_r = first + tl.arange(0, W)
-            m_r, count = o_r < stop, 0
-            if REUSE:
-                count = tl.load(p_own + 5)
-            m_kept, m_host = o_r < count, m_r & (o_r >= count)
-            m_kept_row, m_host_row = m_kept[:, None] & (o_d < D)[None, :], m_host[:, None] & (o_d < D)[None, :]
-            p_row = held.pool + row_offset(p_blocks, o_r, m_host, i_kv, HEADS, BLOCK, D)[:, None] + o_d[None, :]
-            b_k, b_v = tl.load(p_row, mask=m_host_row, other=0.0), tl.load(p_row + D, mask=m_host_row, other=0.0)
-            if REUSE:
-                p_kept_row = kept.sinks + ((i_row * HEADS + i_kv) * SINKS + o_r)[:, None] * (2 * D) + o_d[None, :]
-                # Only a sequence's first token of the pass keeps sinks; all its tokens find them there in the next step.
-                m_keep_row = m_host_row & (tl.load(p_own + 2) == 0) & (tl.load(p_own + 3) >= 0)
-                tl.store(p_kept_row, b_k, mask=m_keep_row)
-                tl.store(p_kept_row + D, b_v, mask=m_keep_row)
-                b_k = tl.where(m_kept_row, tl.load(p_kept_row, mask=m_kept_row, other=0.0), b_k)
-                b_v = tl.where(m_kept_row, tl.load(p_kept_row + D, mask=m_kept_row, other=0.0), b_v)
-            attend_block(p_query, p_part, p_part_lse, i_part, b_k, b_v, m_r, scaling, softcap, D, BD, G, parts.COUNT, CAP)
+            b_sink = tl.where(o_r < stop, o_r, -1)
+            b_k, b_v, _ = cached_rows(held.pool, p_blocks, cache, place, b_sink, i_kv, HEADS, BLOCK, D, BD, WAYS)
+            attend_block(p_query, p_part, p_part_lse, i_part, b_k, b_v, b_sink >= 0, scaling, softcap, D, BD, G, parts.COUNT,
+                         CAP)  # fmt: skip
         else:
             empty_part(p_part_lse, i_part, G, parts.COUNT)
     else:

@@ -130,7 +130,7 @@ class RetrievalBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
         self.reorder_batch_threshold = 1 + self._drafts  # decoding sequences, with their drafts, come first in a batch
         if device.type == "cuda":
             own = engine.settings
-            self.plan = PassPlan(engine.most, engine.longest, own.method, own.index, size, device, self._drafts)
+            self.plan = PassPlan(engine.most, engine.longest, own.method, own.index, size, device, self._drafts, engine.places)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> RetrievalMetadata:
         passes = self._engine.whole
@@ -206,7 +206,8 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         self._window = WindowLayer(f"{name}.window", shape, settings.method.local_tokens, self._engine.whole, width)
         layers[self._window.name] = self._window
         if device.type == "cuda":
-            self._layer = self._engine.device_layer(self.number, shape, self._params)
+            served = sum(isinstance(getattr(each, "impl", None), RetrievalImpl) for each in layers.values())
+            self._layer = self._engine.device_layer(self.number, shape, self._params, served)
 
     def take_statistics(self, statistics: LayerStatistics) -> None:
         """Codes follow from these statistics from now on; none are written yet."""

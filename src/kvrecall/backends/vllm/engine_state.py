@@ -40,6 +40,7 @@ from kvrecall.step.device import DeviceLayer, Scratch, searched_together
 from kvrecall.step.finite import FiniteWatch
 from kvrecall.step.memory import HostPlan
 from kvrecall.step.paged import PagedLayer
+from kvrecall.step.places import Places, size_of
 from kvrecall.step.plan import PassPlan, window_start
 from kvrecall.step.promises import Promise, Record
 from kvrecall.step.refill import Unfilled, refill, unfilled
@@ -68,6 +69,8 @@ class EngineState:
         """Number of the last served layer."""
         self._scratch: dict[LayerShape, Scratch] = {}
         self._aside: Aside | None = None
+        self.places = Places(0, 0, torch.device("cpu"))
+        """Of sequences in the row caches of a GPU's layers."""
         self.watch = FiniteWatch()
         self.shapes: list[LayerShape] = []
         """Shapes of the served layers."""
@@ -285,6 +288,7 @@ class EngineState:
         self.groups = {name: i for i, group in groups for name in group.layer_names}
         self.others = {i: group.kv_cache_spec.block_size for i, group in groups if ours.isdisjoint(group.layer_names)}
         self._hosts.clear()  # they were for a trial
+        self.places.cover(kv_cache_config.num_blocks)
         specs = [group.kv_cache_spec for _, group in groups]
         self.blocks = summary_blocks_of(specs, self._config, kv_cache_config.num_blocks)
         self.last = max((impl.number for impl in self.impls), default=-1)
@@ -343,12 +347,15 @@ class EngineState:
         if self.others:
             self.clear([0])  # stands for what has left a sliding window
 
-    def device_layer(self, number: int, shape: LayerShape, params: AttentionParams) -> DeviceLayer:
-        """A layer on a GPU; layers of one shape share scratch."""
+    def device_layer(self, number: int, shape: LayerShape, params: AttentionParams, layers: int) -> DeviceLayer:
+        """A layer on a GPU, one of `layers`; layers of one shape share scratch."""
+        if not self._scratch and self.settings.residency == "host":
+            memory = torch.cuda.mem_get_info(shape.device)[1]
+            self.places = Places(*size_of(self.settings.method, shape, layers, self.most, memory), shape.device)
         known, settings, self._aside = self._scratch.get(shape), self.settings, self._aside or Aside(shape.device)
         layer = DeviceLayer(
             number, shape, settings.method, settings.index, params, self.most, self.longest, known,
-            keeps=settings.residency == "host", drafts=self.drafts, aside=self._aside,
+            self.places, self.drafts, self._aside,
         )  # fmt: skip
         self._scratch[shape] = layer.scratch
         self.watch.add(number, layer.bad)

@@ -25,6 +25,7 @@ from kvrecall.backends.vllm.window_pages import WindowSpec
 from kvrecall.core.errors import HostMemoryError, ParameterError
 from kvrecall.core.launch import cdiv
 from kvrecall.step.capacity import needed_blocks, summary_blocks_of
+from kvrecall.step.settings import whole_below
 from kvrecall.step.stream import HostBlocks
 
 try:
@@ -176,17 +177,33 @@ class Worker(StockWorker):
         if engine.others:
             engine.clear(handed_out_empty(scheduler_output, engine.others))
         told = scheduler_output
+        if not self._warms_up:
+            give_places(engine, told)
         engine.begin_pass(beginning(told), told.num_scheduled_tokens, restored)
-        self._begin(lengths(told), list(told.num_scheduled_tokens.values()))
+        self._begin(list(lengths(told).values()), list(told.num_scheduled_tokens.values()))
         return super().execute_model(scheduler_output, *args, **kwargs)
 
 
-def lengths(scheduler_output: Any) -> list[int]:
+def give_places(engine: EngineState, scheduler_output: Any) -> None:
+    """Gives places in the row caches to sequences that may search in this pass."""
+    if not engine.places.count:
+        return
+    told, cached = scheduler_output, scheduler_output.scheduled_cached_reqs
+    given = {name: ids for name, ids in zip(cached.req_ids, cached.new_block_ids, strict=True) if ids}
+    given |= {new.req_id: new.block_ids for new in told.scheduled_new_reqs}
+    anew = [*(new.req_id for new in told.scheduled_new_reqs), *cached.resumed_req_ids]
+    whole, groups = whole_below(engine.settings.method), sorted(engine.groups_with_rows)
+    long = [name for name, length in lengths(told).items() if length >= whole]
+    ended = [*told.finished_req_ids, *(getattr(told, "preempted_req_ids", None) or ())]
+    engine.places.begin_pass({name: [ids[g] for g in groups] for name, ids in given.items()}, anew, long, ended)
+
+
+def lengths(scheduler_output: Any) -> dict[str, int]:
     """Tokens of each sequence of a pass with it; at most so many, if drafts of passes in flight may be rejected."""
     told, cached = scheduler_output, scheduler_output.scheduled_cached_reqs
     computed = {new.req_id: new.num_computed_tokens for new in told.scheduled_new_reqs}
     computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    return [computed[name] + count for name, count in told.num_scheduled_tokens.items()]
+    return {name: computed[name] + count for name, count in told.num_scheduled_tokens.items()}
 
 
 def use_few_blocks(scheduler_output: Any) -> None:

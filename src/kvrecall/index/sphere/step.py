@@ -114,16 +114,16 @@ class SphereStep(IndexStep):
         least, most = weight_range(codes.weights.dtype, centred)
         step_kernel[(len(pairs) * (parts + pieces),)](
             inputs.queries, inputs.keys, inputs.values, attention.rows, inputs.zones.rows, attention.bad, self.searches.ids,
-            host.pool, host.blocks, attention.kept_ids, attention.kept, inputs.parity, attention.read, attention.out,
-            attention.lse, maps.keys, centring.means, centring.cos, centring.sin, self._levels, self._thresholds, codes.signs,
+            host.pool, host.blocks, attention.cached(inputs.now), attention.read, attention.out, attention.lse,
+            maps.keys, centring.means, centring.cos, centring.sin, self._levels, self._thresholds, codes.signs,
             codes.magnitudes, codes.weights, codes.norms if measured else codes.signs, tables.counts, self._live,
             tables.zero_norms, params.scaling, params.softcap, self.spec.shape.kv_heads, host.blocks.stride(0), pairs.start,
-            attention.rows.shape[2], ROW, attention.front, self.spec.slots * self.spec.shape.kv_heads, k,
+            attention.rows.shape[2], ROW, attention.front, k,
             codes.signs.stride(0), maps.stride, centring.between, most, least, MIN_ALPHA,
             BLOCK=host.block_size, D=dim, BD=next_power_of_2(dim), S=dim // BLOCK, ROWS=_ENCODED_ROWS, G=self.spec.group,
-            R=attention.chosen_rows, W=attention.resident_rows, BK=next_power_of_2(k), CHOSEN=attention.chosen_parts,
+            R=attention.chosen_rows, W=attention.resident_rows, CHOSEN=attention.chosen_parts,
             PIECES=pieces, PARTS=parts, OTHERS=attention.out.shape[2] - parts, FIRST=SEARCH_FIELDS, CAP=params.softcap != 0,
-            REUSE=attention.keep, COUNTS=self._collides, SPAN=SPAN, CENTRED=centred, NORMS=measured,
+            WAYS=attention.cache.ways, COUNTS=self._collides, SPAN=SPAN, CENTRED=centred, NORMS=measured,
             num_warps=attention.warps, **overlapping(attention.rows.device),
         )  # fmt: skip
 

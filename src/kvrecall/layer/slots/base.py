@@ -97,11 +97,11 @@ class SlotLayer(ABC):
         """Called when the group's slots have been freed."""
 
     @abstractmethod
-    def step(self, queries: Tensor, keys: Tensor, values: Tensor, parity: Tensor, params: AttentionParams) -> Tensor:
+    def step(self, queries: Tensor, keys: Tensor, values: Tensor, now: Tensor, params: AttentionParams) -> Tensor:
         """The T tokens of a step, each as `pipeline.decode_step`; queries `[slots, H_q, T, D]`, keys, values `[slots, H_kv, T,
         D]`.
 
-        parity: int64 `[T]` or `[T, ·]`, the tokens' numbers modulo 2. Launches kernels and asks nothing of the device.
+        now: int64 `[T]` or `[T, ·]`, the tokens' numbers of all steps, > 0. Launches kernels and asks nothing of the device.
         """
 
     def search_early(self) -> None:  # noqa: B027 - optional: only a speculative trigger searches twice
@@ -147,14 +147,20 @@ def require_pinned(state: LayerState) -> None:
         raise CaptureError("the system refused to pin host memory", "Raise the locked-memory limit (`ulimit -l`).")
 
 
-_KEPT_SHARE = 16
-"""By default, rows are kept if those of a layer take at most 1 / this of the free memory."""
+_CACHE_SHARE = 16
+"""The row cache of a layer takes at most 1 / this of the free memory, unless rows must be kept."""
+LEAST_CACHED, MOST_CACHED = 2, 8
+"""Rows that a row cache keeps, in times of the budget."""
 
 
-def keeps_rows(state: LayerState, slots: int) -> bool:
-    """Whether captured steps keep selected rows for the next one: 4 D H_kv numbers per slot and token of the budget."""
-    if state.keeps_rows or state.method.fetch_config().reuse is not None:
-        return state.keeps_rows
+def cached_rows(state: LayerState, slots: int) -> int:
+    """Rows per KV head that the row cache of captured steps keeps; 0: none."""
+    reuse = state.method.fetch_config().reuse
+    if reuse is False and not state.keeps_rows:
+        return 0
     shape = state.shape
-    need = 4 * slots * shape.kv_heads * state.top_k * shape.head_dim * shape.dtype.itemsize
-    return need * _KEPT_SHARE <= free_device_bytes(shape.device)
+    room = free_device_bytes(shape.device) // _CACHE_SHARE
+    times = min(MOST_CACHED, room // (slots * state.top_k * shape.token_bytes))
+    if times < LEAST_CACHED and not state.keeps_rows:
+        return 0
+    return max(LEAST_CACHED, times) * state.top_k

@@ -38,7 +38,7 @@ class DenseSlots(SlotLayer):
     def fits(self, state: LayerState, room: int) -> bool:
         return state.index is None
 
-    def step(self, queries: Tensor, keys: Tensor, values: Tensor, parity: Tensor, params: AttentionParams) -> Tensor:
+    def step(self, queries: Tensor, keys: Tensor, values: Tensor, now: Tensor, params: AttentionParams) -> Tensor:
         made = []
         for t in range(queries.shape[2]):
             q, k, v = (x[:, :, t : t + 1].contiguous() for x in (queries, keys, values))

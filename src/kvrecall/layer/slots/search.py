@@ -15,7 +15,7 @@ from kvrecall.cache.zones import ZoneLengths
 from kvrecall.core.errors import CaptureError
 from kvrecall.core.structs import AttentionParams, HeldSelection
 from kvrecall.index.step import SlotSpec, SlotStep
-from kvrecall.layer.slots.base import SlotAssignment, SlotLayer, keeps_rows
+from kvrecall.layer.slots.base import SlotAssignment, SlotLayer, cached_rows
 from kvrecall.layer.state import LayerState
 from kvrecall.select.queries import QueryRing, places
 from kvrecall.static.sets import StaticRefresh
@@ -68,7 +68,7 @@ class SearchSlots(SlotLayer):
         self.part = part = index.slot_step(SlotSpec(shape, sizes, tokens, top_k, host, plan, early, every_step, longest))
         """The index's part."""
         self.attention = StepAttention(
-            host, shape.query_heads, front, ring, top_k, keeps_rows(like, slots), none, part.estimated_parts, part.spread
+            host, shape.query_heads, front, ring, top_k, cached_rows(like, slots), none, part.estimated_parts, part.spread
         )
         self.bad = self.attention.bad
         self._zones_of = [self.zones, *(PlannedZones(plan, own) for own in rows[1:] if plan is not None)]
@@ -103,11 +103,11 @@ class SearchSlots(SlotLayer):
         """Sees the same zones as this step's search: only the end of a step changes them."""
         self.part.search_early(self.trigger.before, self.trigger.always, self.zones, self._scaling)
 
-    def step(self, queries: Tensor, keys: Tensor, values: Tensor, parity: Tensor, params: AttentionParams) -> Tensor:
+    def step(self, queries: Tensor, keys: Tensor, values: Tensor, now: Tensor, params: AttentionParams) -> Tensor:
         made = []
         for t in range(queries.shape[2]):
             q, k, v = (x[:, :, t : t + 1].contiguous() for x in (queries, keys, values))
-            inputs = self.step_inputs(q, k, v, parity[t : t + 1], params, t)
+            inputs = self.step_inputs(q, k, v, now[t : t + 1], params, t)
             self.trigger.launch(inputs.queries)
             made.append(self.part.step(inputs))
             if self._found:
@@ -116,11 +116,11 @@ class SearchSlots(SlotLayer):
         return made[0] if len(made) == 1 else torch.cat(made, 2)
 
     def step_inputs(
-        self, queries: Tensor, keys: Tensor, values: Tensor, parity: Tensor, params: AttentionParams, before: int = 0
+        self, queries: Tensor, keys: Tensor, values: Tensor, now: Tensor, params: AttentionParams, before: int = 0
     ) -> SlotStep:
         """The inputs of the index's part for a token with `before` others before it in the step; all contiguous."""
         zones = self._zones_of[before]
-        return SlotStep(queries, keys, values, params, parity, self.trigger.fire, zones, self.attention, self._log, self._lse)
+        return SlotStep(queries, keys, values, params, now, self.trigger.fire, zones, self.attention, self._log, self._lse)
 
     def settle(self, taken: int, fed: int) -> None:
         """Rows of tokens that were not taken lie in the ring beyond the window, where later tokens are written."""

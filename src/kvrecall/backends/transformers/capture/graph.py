@@ -72,8 +72,9 @@ class DecodeGraph:
         ]
         if self.windows and self.width > 1:
             raise CaptureError(f"a step of {self.width} tokens with sliding windows", PLAIN)
-        self._parity = torch.arange(self.width, device=device).unsqueeze(1).repeat(1, 2) % 2
-        """int64 `[width, 2]`: the numbers of the step's tokens modulo 2, twice, so that all addresses are multiples of 16."""
+        self._now = torch.arange(1, self.width + 1, device=device).unsqueeze(1).repeat(1, 2)
+        """int64 `[width, 2]`: the numbers of the step's tokens since the first step, twice, so that all addresses are multiples
+        of 16."""
         self.input_ids = torch.zeros(slots, self.width, dtype=torch.int64, device=device)
         """int64 `[slots, width]`: the tokens of the next step; write them in place."""
         self.positions = torch.zeros(slots, self.width, dtype=torch.int64, device=device)
@@ -212,7 +213,6 @@ class DecodeGraph:
             self._graph.replay()
             if self.width == 1:
                 self.positions -= 1
-            self._flip()
             with self._ranks.agreeing(), torch.no_grad():
                 self._verify(launched)
             self.recorded = True
@@ -228,7 +228,7 @@ class DecodeGraph:
         """Launches a step without a graph, which compiles kernels and opens the ranks' connections. Returns a copy of its
         logits."""
         self.layers.prepare(trial=True)
-        device = self._parity.device
+        device = self._now.device
         aside, self._branch = _streams(device)
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
@@ -261,11 +261,7 @@ class DecodeGraph:
         """Part of the graph. Positions of several tokens move on when it is known how many are taken."""
         if self.width == 1:
             self.positions += 1
-        self._flip()
-
-    def _flip(self) -> None:
-        if self.width % 2:
-            self._parity.copy_(1 - self._parity)
+        self._now += self.width
 
     def _verify(self, launched: Tensor) -> None:
         """Compares the replay's results with the uncaptured layers, and with the logits of the warm-up."""
@@ -303,7 +299,7 @@ class DecodeGraph:
             torch.cuda.current_stream().wait_event(found)
         try:
             self._check_heads(layer, queries, keys)
-            out = layer.step(queries, keys, values, self._parity, params)
+            out = layer.step(queries, keys, values, self._now, params)
         except Exception as error:
             if self._failed is None:
                 raise

@@ -70,13 +70,12 @@ def leave(
 
 @triton.jit(do_not_specialize=["START", "TABLE"])
 def step_kernel(
-    p_queries, p_keys, p_values, p_rows, p_plan, p_bad, p_ids, p_pool, p_table, p_kept_ids, p_kept, p_parity, p_read, p_out,
-    p_lse, p_maps, p_means, p_cos, p_sin, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights, p_norms, p_counts, p_live,
-    p_zero_norms, scaling, softcap, HEADS, TABLE, START, CAPACITY, STRIDE, SINK, PAIRS, K, BYTES, MAP, MEANS, HIGHEST, LOWEST,
-    MIN_ALPHA,
+    p_queries, p_keys, p_values, p_rows, p_plan, p_bad, p_ids, p_pool, p_table, cache, p_read, p_out, p_lse, p_maps, p_means,
+    p_cos, p_sin, p_levels, p_thresholds, p_signs, p_magnitudes, p_weights, p_norms, p_counts, p_live, p_zero_norms, scaling,
+    softcap, HEADS, TABLE, START, CAPACITY, STRIDE, SINK, K, BYTES, MAP, MEANS, HIGHEST, LOWEST, MIN_ALPHA,
     BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, G: tl.constexpr,
-    R: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, CHOSEN: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr,
-    OTHERS: tl.constexpr, FIRST: tl.constexpr, CAP: tl.constexpr, REUSE: tl.constexpr, COUNTS: tl.constexpr,
+    R: tl.constexpr, W: tl.constexpr, CHOSEN: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr,
+    OTHERS: tl.constexpr, FIRST: tl.constexpr, CAP: tl.constexpr, WAYS: tl.constexpr, COUNTS: tl.constexpr,
     SPAN: tl.constexpr, CENTRED: tl.constexpr, NORMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence and KV head, part): CHOSEN parts of R selected rows, PIECES of `leave`, then parts of W resident rows.
@@ -100,7 +99,7 @@ def step_kernel(
               HIGHEST, LOWEST, MIN_ALPHA, BLOCK, D, BD, S, ROWS, COUNTS, SPAN, CENTRED, NORMS)  # fmt: skip
     else:
         i_part = tl.where(i_p < CHOSEN, i_p, i_p - PIECES)
-        step_part(p_queries, p_keys, p_values, p_rows, p_zone, p_bad + i_b, p_ids, p_pool, p_own, p_kept_ids, p_kept,
-                  p_parity, p_read + i_b, p_out, p_lse, scaling, softcap, i_bh, i_kv, i_part, HEADS, CAPACITY, SINK, PAIRS, K,
-                  BLOCK, D, BD, G, R, W, BK, CHOSEN, PARTS + OTHERS, CAP, REUSE)  # fmt: skip
+        step_part(p_queries, p_keys, p_values, p_rows, p_zone, p_bad + i_b, p_ids, p_pool, p_own, cache,
+                  p_read + i_b, p_out, p_lse, scaling, softcap, i_bh, i_kv, i_part, HEADS, CAPACITY, SINK, K,
+                  BLOCK, D, BD, G, R, W, CHOSEN, PARTS + OTHERS, CAP, WAYS)  # fmt: skip
     end(PDL)
