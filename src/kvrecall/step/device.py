@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -35,8 +35,9 @@ from kvrecall.step.plan import ROW, PassPlan
 from kvrecall.step.settings import DENSE_ROWS, MOST_PARTS, Parts, whole_below
 from kvrecall.step.stream import HostBlocks, Stream
 
-_STORED, _WRITERS = 16, 256
-"""Tokens of prompts per program, and most programs that write them to the host."""
+_STORED, _WRITERS = 16, 32
+"""Tokens of prompts per program, and most programs that write them to the host: enough for the bus, and they leave the
+multiprocessors to the attention beside them."""
 _TOGETHER, _TOGETHER_LONG, _LONG = 64, 32, 262_144
 """Tokens of a pass that are searched at a time, and those in an engine for sequences of more than `_LONG` tokens, whose scratch
 is larger."""
@@ -59,6 +60,32 @@ Causal = Callable[[Tensor, Tensor, Tensor, Tensor, int, AttentionParams, Tensor]
 """Attention of tokens to those before them: queries, keys, values, first tokens, the most tokens, parameters, output."""
 
 
+class ChunkAttention(Protocol):
+    """Attention of a chunk of a prompt, queries `[T, H_q, D]`, in parts `[1, H_q, T, D]` of a merge."""
+
+    def own(self, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Partial:
+        """To the tokens of the chunk up to each, keys, values `[T, H_kv, D]`."""
+        ...
+
+    def past(self, queries: Tensor, rows: Tensor, params: AttentionParams) -> Partial:
+        """To rows `[H_kv, n, K|V, D]` of earlier tokens."""
+        ...
+
+
+@dataclass(frozen=True)
+class OwnChunkAttention:
+    """Without a library of the engine. among: tokens of the sequence with the chunk."""
+
+    among: int
+
+    def own(self, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Partial:
+        q, k, v = (x.transpose(0, 1) for x in (queries, keys, values))
+        return attend_causal(q, k, v, params.scaling, params.softcap, self.among)
+
+    def past(self, queries: Tensor, rows: Tensor, params: AttentionParams) -> Partial:
+        return attend_block(queries.transpose(0, 1), rows, params.scaling, params.softcap, self.among)
+
+
 @dataclass(frozen=True)
 class Window:
     """The recent tokens of the sequences of a pass. rows: `[blocks, H_kv, page_tokens, 2 D]`, contiguous in the last dimension.
@@ -68,6 +95,7 @@ class Window:
     searches. `reads`: the same for the tokens of a pass that go on with prompts of less than `whole` tokens, whose rows are all
     here. `causal`: the tokens of several prompts to those before them, queries, keys and values `[T, H, D]`, with the first
     tokens of the prompts and their end, int32 `[n + 1]`, and the longest one's tokens. The last argument is the output.
+    `chunk`: of a longer prompt.
     """
 
     rows: Tensor
@@ -77,6 +105,7 @@ class Window:
     reads: Sequence[tuple[slice, Attend]] = ()
     whole: int = 0
     causal: Causal | None = None
+    chunk: ChunkAttention | None = None
 
     @property
     def places(self) -> tuple[int, int, int, int]:
@@ -456,20 +485,16 @@ class DeviceLayer:
         for chunk in batch.chunks:
             if (causal is not None and not chunk.past) or (chunk.past and chunk.among < window.whole):
                 continue
-            q, k, v = (x[chunk.tokens].transpose(0, 1) for x in (queries, keys, values))
+            q, k, v = (x[chunk.tokens] for x in (queries, keys, values))
+            how = window.chunk or OwnChunkAttention(chunk.among)
             with self.scratch.stream.pieces(self._host, batch.tables.get(chunk.row, []), chunk.past) as pieces:
-                own = attend_causal(q, k, v, params.scaling, params.softcap, chunk.among)
-                whole = merge_in_turn([own], (self._past(q, rows, chunk.among) for rows in pieces))
+                whole = merge_in_turn([how.own(q, k, v, params)], (how.past(q, rows, params) for rows in pieces))
             out[chunk.tokens] = whole.out[0].transpose(0, 1)
 
     def rehearse(self, queries: Tensor, keys: Tensor, values: Tensor) -> None:
         """Allocates as a pass does, so that vLLM measures it: a search, then a chunk of a prompt after one earlier piece."""
         torch.empty(self.index.temporary_bytes, dtype=torch.uint8, device=self.shape.device)
         staged = [torch.stack([keys, values], 1) for _ in range(BEHIND + 1)]
-        q, k, v = (x.transpose(0, 1) for x in (queries, keys, values))
-        own = attend_causal(q, k, v, self._params.scaling, self._params.softcap)
-        merge_in_turn([own], [self._past(q, torch.stack([k, v], 2), 2 * q.shape[1])])
+        how, rows = OwnChunkAttention(2 * len(queries)), torch.stack([keys, values], 2).transpose(0, 1)
+        merge_in_turn([how.own(queries, keys, values, self._params)], [how.past(queries, rows, self._params)])
         staged.clear()
-
-    def _past(self, q: Tensor, rows: Tensor, among: int) -> Partial:
-        return attend_block(q, rows, self._params.scaling, self._params.softcap, among)

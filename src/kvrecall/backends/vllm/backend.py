@@ -31,6 +31,7 @@ from vllm.v1.attention.backend import (
 from kvrecall.backends.vllm.checks import WORKER
 from kvrecall.backends.vllm.engine_state import EngineState
 from kvrecall.backends.vllm.plugin import own_name
+from kvrecall.backends.vllm.whole import FlashAttention
 from kvrecall.backends.vllm.window import PassWindow, WindowLayer, WindowMetadata
 from kvrecall.core.errors import CompositionError, ParameterError
 from kvrecall.core.structs import AttentionParams
@@ -265,12 +266,14 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
     def warm_up(self, limits: Limits) -> int:
         """Runs the passes of `warmup.trials` over block 0. Returns their number."""
         shape, builder, page = self._shape, self._builder, self._window_layer.kv_cache.shape[2]
+        flash = FlashAttention(shape, page, self._engine.whole) if self._engine.whole.possible else None
+        causal = None if flash is None else flash.causal
         passes = list(trials(limits, shape.device.type == "cuda"))
         for trial in passes:
             query, key, value = self._layout.random(sum(trial.counts), shape.device)
             metadata = builder.metadata(FakeMetadata.of(trial, builder.kv_cache_spec.block_size, limits.longest, shape.device))
             window = FakeMetadata.of(trial, page, limits.longest, shape.device)
-            recent = WindowMetadata(window.block_table_tensor, window.slot_mapping)
+            recent = WindowMetadata(window.block_table_tensor, window.slot_mapping, causal=causal, chunk=flash)
             output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
             self._run(query, key, value, self._own.kv_cache, metadata, recent, output)
             if self._engine.whole.possible and max(trial.counts) <= 1 + limits.drafts:  # its kernels, without the library's

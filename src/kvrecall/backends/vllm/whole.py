@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvrecall.core.launch import cdiv
-from kvrecall.core.structs import AttentionParams
+from kvrecall.core.structs import AttentionParams, Partial
 from kvrecall.index.base import LayerShape
 from kvrecall.step.device import Attend
 
@@ -101,6 +102,29 @@ class FlashAttention:
             q=queries, k=keys, v=values, out=out, cu_seqlens_q=begins, max_seqlen_q=longest, cu_seqlens_k=begins,
             max_seqlen_k=longest, softmax_scale=params.scaling, causal=True, softcap=params.softcap, fa_version=self._version,
         )  # fmt: skip
+
+    def own(self, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Partial:
+        """As `device.ChunkAttention`."""
+        return self._part(queries, keys, values, params, causal=True)
+
+    def past(self, queries: Tensor, rows: Tensor, params: AttentionParams) -> Partial:
+        """As `device.ChunkAttention`."""
+        return self._part(queries, *rows.transpose(0, 1).unbind(2), params, causal=False)
+
+    def _part(self, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams, causal: bool) -> Partial:
+        spans = [_span(len(x), queries.device) for x in (queries, keys)]
+        out, lse = self._library.flash_attn_varlen_func(
+            q=queries, k=keys, v=values, cu_seqlens_q=spans[0], max_seqlen_q=len(queries), cu_seqlens_k=spans[1],
+            max_seqlen_k=len(keys), softmax_scale=params.scaling, causal=causal, softcap=params.softcap,
+            return_softmax_lse=True, fa_version=self._version,
+        )  # fmt: skip
+        return Partial(out.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0))
+
+
+@lru_cache(maxsize=64)
+def _span(tokens: int, device: torch.device) -> Tensor:
+    """int32 `[0, tokens]`; nothing is sent from the host."""
+    return torch.arange(0, tokens + 1, tokens, dtype=torch.int32, device=device)
 
 
 def why_not(shape: LayerShape, page_tokens: int) -> str:

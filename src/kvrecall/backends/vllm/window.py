@@ -26,7 +26,7 @@ from kvrecall.backends.vllm.window_pages import WindowSpec, passes_of
 from kvrecall.core.launch import cdiv
 from kvrecall.index.base import LayerShape
 from kvrecall.step.capacity import ahead_of, window_page_tokens
-from kvrecall.step.device import Attend, Causal, Chunk, Run, Window
+from kvrecall.step.device import Attend, Causal, Chunk, ChunkAttention, Run, Window
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,11 @@ class WindowMetadata:
     reads: Sequence[tuple[slice, Attend]] = ()
     whole: int = 0
     causal: Causal | None = None
+    chunk: ChunkAttention | None = None
 
     def of(self, rows: Tensor) -> Window:
         """The window with these rows."""
-        return Window(rows, self.blocks, self.slots, self.attend, self.reads, self.whole, self.causal)
+        return Window(rows, self.blocks, self.slots, self.attend, self.reads, self.whole, self.causal, self.chunk)
 
 
 class WindowBuilder(AttentionMetadataBuilder[WindowMetadata]):
@@ -73,7 +74,7 @@ class WindowBuilder(AttentionMetadataBuilder[WindowMetadata]):
             (run.tokens, self._flash.attend(run.begins, lengths[run.rows], blocks[run.rows], run.longest))
             for run in Run.beside(short, begins)
         ]
-        return WindowMetadata(blocks, told.slot_mapping, attend, reads, passes.below, self._flash.causal)
+        return WindowMetadata(blocks, told.slot_mapping, attend, reads, passes.below, self._flash.causal, self._flash)
 
     @cached_property
     def _layer(self) -> WindowLayer:
