@@ -121,11 +121,11 @@ def test_rows_follow_the_memory_of_the_device() -> None:
         return size_of(kvrecall.ParisKVBalanced(top_k=top_k, sink_tokens=64), shape, 32, most, gib << 30)
 
     assert size(80, 100, 1) == (1, 8 * 100 + 64), "no more than some steps need"
-    assert size(80, 100, 256) == (50, 4 * 100 + 64) and size(80, 100, 8) == (8, 8 * 100 + 64)
+    assert size(80, 100, 256) == (43, 4 * 100 + 64) and size(80, 100, 8) == (8, 8 * 100 + 64)
     assert size(80, 512, 256) == (16, 2 * 512 + 64), "fewer sequences rather than few rows, and then fewer rows"
     sequences, rows = size(24, 512, 256)
     assert rows == 2 * 512 + 64 and 0 < sequences < 16
     assert size(1, 4096, 256) == (0, 0)
     for gib, top_k, most in ((80, 100, 256), (24, 512, 256), (141, 512, 64)):
         sequences, rows = size(gib, top_k, most)
-        assert sequences * rows * 32 * 8 * (512 + 12) <= (gib << 30) / 32 * 1.2
+        assert sequences * rows * 32 * 8 * (512 + 12) <= (gib << 30) / 32

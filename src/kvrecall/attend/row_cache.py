@@ -27,8 +27,9 @@ WAYS = 8
 
 class CacheArguments(NamedTuple):
     """Of all sequences and KV heads: rows `[·, SETS * WAYS, 2, D]`, and without the last two dimensions ids int32, positions of
-    the rows, -1 for none, and used int64, twice the step that read a row last, plus 1 if it was stored in this step. now int64
-    `[1]`: the number of the step, > 0. since int64, by sequence: rows of earlier steps belong to another one."""
+    the rows, -1 for none, and used int64, twice the last step that read a row, plus 1 if that step claimed its place for
+    another one. now int64 `[1]`: the number of the step, > 0. since int64, by sequence: rows of earlier steps belong to another
+    one."""
 
     ids: Any
     used: Any
@@ -55,6 +56,8 @@ def cached_rows(
     m_d, m_r = (o_d < D)[None, :], b_id >= 0
     m_host = m_r
     if WAYS > 0:
+        # With fewer numbers than threads, a compiler may load them twice, and another program's mark may come in between.
+        tl.static_assert(b_id.shape[0] * WAYS >= 128, "four warps")
         now, since = tl.load(cache.now) * 2, tl.load(cache.since + i_place, mask=i_place >= 0, other=0) * 2
         m_any, o_way = m_r & (i_place >= 0), tl.arange(0, WAYS)
         o_set = (i_place.to(tl.int64) * HEADS + i_kv) * cache.SETS + tl.maximum(b_id, 0) % cache.SETS

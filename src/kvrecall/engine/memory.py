@@ -186,10 +186,10 @@ def plan_vllm(
     capacity = Capacity.of(settings, shapes, block_size, context_tokens, passes, ranks, ahead_of(drafts))
     weights = _parameters(config) * dtype.itemsize // ranks
     here = torch.cuda.mem_get_info()[1] if page_bytes is None and torch.cuda.is_available() else None
-    memory = here or int(((page_bytes or _PAGE_BYTES) + weights) / UTILIZATION)
+    memory = (page_bytes or _PAGE_BYTES) + weights if here is None else int(here * UTILIZATION)
     scratch = scratch_bytes(settings, shapes, batch, context_tokens, memory, block_size, drafts)
     if here is not None:
-        page_bytes = max(0, int(here * UTILIZATION) - weights - scratch)
+        page_bytes = max(0, memory - weights - scratch)
     host_blocks = capacity.host.blocks
     device_blocks = None if page_bytes is None else page_bytes // capacity.device_block_bytes
     blocks = host_blocks if device_blocks is None else capacity.with_rows(device_blocks)

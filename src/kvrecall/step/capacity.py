@@ -134,7 +134,7 @@ def scratch_bytes(
     block_size: int = BLOCK_TOKENS, drafts: int = 0,
 ) -> int:  # fmt: skip
     """Device memory besides pages and weights: row caches, scores, maps. shapes: of the layers, all equal. most: rows of a
-    batch. device_bytes: memory of the device. drafts: draft tokens per row and decode step. Nothing is allocated."""
+    batch. device_bytes: that an engine may use. drafts: draft tokens per row and decode step. Nothing is allocated."""
     index = settings.index
     if index.why_unpaged_on_gpu():
         return 0

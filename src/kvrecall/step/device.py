@@ -267,7 +267,7 @@ class DeviceLayer:
         aside: Aside | None = None,
     ) -> None:  # fmt: skip
         """number: of the layer. most: rows of a batch. longest: tokens of a sequence. scratch: of another layer of this shape.
-        places: of sequences whose sinks and selected rows stay on the device between steps; None if all rows lie there. drafts:
+        places: of sequences whose sinks and selected rows stay on the device between steps; by default none have one. drafts:
         tokens that a row may decode besides its first. aside: that of the other layers, joined by who calls them. Allocates
         everything besides pages and rows."""
         assert method.top_k is not None

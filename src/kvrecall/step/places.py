@@ -1,7 +1,8 @@
 """Which sequences have places in the row caches of all layers (`attend.row_cache`).
 
 Whoever knows the requests tells what each pass gives them. A GPU finds the place of a token's sequence by the block that stores
-the token: only full blocks are shared, so no other sequence has it. A place lasts as long as its sequence, wherever that is in
+the token: only full blocks are shared, so no other sequence has it. Only block 0, which stands for none, is in many tables, and
+has no place. A place lasts as long as its sequence, wherever that is in
 a batch.
 """
 
@@ -17,11 +18,11 @@ from kvrecall.index.base import LayerShape
 from kvrecall.methods.base import Method
 
 _SHARE = 32
-"""The row caches of all layers take at most 1 / this of the device's memory."""
+"""The row caches of all layers take at most 1 / this of the memory that an engine may use."""
 _MOST, _FEW = 64, 16
-"""Most sequences with a place. Fewer, down to `_FEW`, have places for more rows."""
+"""Most sequences with a place. If memory is short, fewer have one, down to `_FEW`; then places have fewer rows."""
 _LEAST_ROWS, _WANTED_ROWS, _MOST_ROWS = 2, 4, 8
-"""Rows of a place, in times of the budget."""
+"""Rows of a place, in times of the budget, besides sinks."""
 _MARK_BYTES = 12
 """Bytes per row besides the row."""
 _KEPT_BLOCKS = 4
@@ -30,15 +31,15 @@ _KEPT_BLOCKS = 4
 
 def size_of(method: Method, shape: LayerShape, layers: int, most: int, device_bytes: int) -> tuple[int, int]:
     """How many sequences have a place, and rows per KV head of each. layers: of this shape. most: rows of a batch.
-    device_bytes: memory of the device."""
+    device_bytes: that an engine may use."""
     assert method.top_k is not None
-    room = device_bytes // _SHARE // (layers * (shape.token_bytes + shape.kv_heads * _MARK_BYTES) * method.top_k)
-    sequences = min(most, _MOST)
-    sequences = max(min(sequences, _FEW), min(sequences, room // _WANTED_ROWS))
-    times = min(_MOST_ROWS, room // sequences)
+    top_k, sinks = method.top_k, method.sink_tokens
+    rows = device_bytes // _SHARE // (layers * (shape.token_bytes + shape.kv_heads * _MARK_BYTES))  # of all sequences
+    sequences = min(most, _MOST, max(_FEW, rows // (_WANTED_ROWS * top_k + sinks)))
+    times = min(_MOST_ROWS, (rows // sequences - sinks) // top_k)
     if times < _LEAST_ROWS:
-        sequences, times = room // _LEAST_ROWS, _LEAST_ROWS
-    return sequences, times * method.top_k + method.sink_tokens if sequences else 0
+        sequences, times = rows // (_LEAST_ROWS * top_k + sinks), _LEAST_ROWS
+    return sequences, times * top_k + sinks if sequences else 0
 
 
 class Places:
@@ -84,6 +85,7 @@ class Places:
                 self._taken[name] = place = self._free.pop()
                 begun.append(place)
                 told |= dict.fromkeys((block for group in self._blocks[name] for block in group), place)
+        told.pop(0, None)
         if begun:
             places, first = self._sent(begun), self.passes + 1
             self.since.index_fill_(0, places, first)

@@ -6,8 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+import kvrecall
 from kvrecall.step.memory import HostPlan, bytes_of
+from kvrecall.step.places import Places
 from kvrecall.step.stream import HostBlocks, runs
 from tests.step.test_paged import SHAPE, SIZE
 
@@ -78,6 +81,44 @@ def test_blocks_that_a_pass_hands_out_empty_to_other_backends() -> None:
     told = SimpleNamespace(scheduled_new_reqs=new, scheduled_cached_reqs=cached)
     assert handed_out_empty(told, {0: 16, 2: 32}) == [9, 22, 4, 23, 10, 12]
     assert handed_out_empty(told, {}) == []
+
+
+def test_places_in_row_caches_follow_what_vllm_schedules() -> None:
+    """Only those that search have one, and block 0, which requests get that will end, leads to none."""
+    pytest.importorskip("vllm")
+    from kvrecall.backends.vllm.worker import give_places
+
+    method = kvrecall.ParisKVBalanced(top_k=10, full_attention_threshold=40, local_tokens=16, sink_tokens=4)
+    places = Places(2, 24, torch.device("cpu"))
+    places.cover(20)
+    engine = SimpleNamespace(places=places, drafts=0, groups_with_rows={1}, settings=SimpleNamespace(method=method))
+
+    def tell(new: dict, more: dict, counts: dict, ended: tuple = (), resumed: tuple = (), preempted: tuple = ()) -> list[int]:
+        """new: (blocks, tokens before the pass) by request; more: the same of those that are known. Returns `of_block`."""
+        scheduled = [SimpleNamespace(req_id=n, block_ids=([], b), num_computed_tokens=c) for n, (b, c) in new.items()]
+        cached = SimpleNamespace(
+            req_ids=[*more], resumed_req_ids={*resumed}, new_block_ids=[b and ([], b) for b, _ in more.values()],
+            num_computed_tokens=[c for _, c in more.values()],
+        )  # fmt: skip
+        told = SimpleNamespace(
+            scheduled_new_reqs=scheduled, scheduled_cached_reqs=cached, num_scheduled_tokens=counts,
+            finished_req_ids={*ended}, preempted_req_ids={*preempted},
+        )  # fmt: skip
+        give_places(engine, told)  # type: ignore[arg-type]
+        places.passes += 1
+        return places.of_block.tolist()
+
+    assert {*tell({"a": ([3, 4, 5], 0), "b": ([6], 0)}, {}, {"a": 48, "b": 10})} == {-1}, "prompts"
+    found = tell({}, {"a": (None, 48), "b": ([7], 10)}, {"a": 1, "b": 1})
+    assert found[3] == found[5] >= 0 and found[6] == found[7] == -1, "who is long and decodes"
+    first = found[5]
+    assert tell({}, {"a": ([8], 49)}, {"a": 1})[8] == first
+    found = tell({"c": ([0, 0, 0], 47), "d": ([0, 9, 10], 47)}, {"a": (None, 50)}, {"a": 1, "c": 1, "d": 1}, preempted=("b",))
+    assert found[0] == -1 and found[9] == -1 and places.since.tolist().count(4) == 1, "one place was left, for c"
+    found = tell({}, {"d": (None, 48), "a": ([11, 12, 13], 0)}, {"d": 1, "a": 48}, ended=("c",), resumed=("a",))
+    assert found[10] >= 0 and places.since[found[10]] == 5 and found[11] == found[13] == -1, "a is read again"
+    found = tell({}, {"d": (None, 49), "a": (None, 48)}, {"d": 1, "a": 1})
+    assert found[13] >= 0 and found[13] != found[10] and places.since[found[13]] == 6
 
 
 def test_a_pass_s_last_token_has_the_pages_that_it_attends_to() -> None:

@@ -349,9 +349,11 @@ class EngineState:
 
     def device_layer(self, number: int, shape: LayerShape, params: AttentionParams, layers: int) -> DeviceLayer:
         """A layer on a GPU, one of `layers`; layers of one shape share scratch."""
-        if not self._scratch and self.settings.residency == "host":
-            memory = torch.cuda.mem_get_info(shape.device)[1]
-            self.places = Places(*size_of(self.settings.method, shape, layers, self.most, memory), shape.device)
+        if not self._scratch:
+            memory = int(torch.cuda.mem_get_info(shape.device)[1] * self._config.cache_config.gpu_memory_utilization)
+            far = self.settings.residency == "host"  # other rows lie on the device
+            size = size_of(self.settings.method, shape, layers, self.most, memory) if far else (0, 0)
+            self.places = Places(*size, shape.device)
         known, settings, self._aside = self._scratch.get(shape), self.settings, self._aside or Aside(shape.device)
         layer = DeviceLayer(
             number, shape, settings.method, settings.index, params, self.most, self.longest, known,

@@ -109,7 +109,8 @@ class FlashAttention:
 
     def past(self, queries: Tensor, rows: Tensor, params: AttentionParams) -> Partial:
         """As `device.ChunkAttention`."""
-        return self._part(queries, *rows.transpose(0, 1).unbind(2), params, causal=False)
+        keys, values = rows.transpose(0, 1).unbind(2)
+        return self._part(queries, keys, values, params, causal=False)
 
     def _part(self, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams, causal: bool) -> Partial:
         spans = [_span(len(x), queries.device) for x in (queries, keys)]

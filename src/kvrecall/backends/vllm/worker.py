@@ -185,7 +185,7 @@ class Worker(StockWorker):
 
 
 def give_places(engine: EngineState, scheduler_output: Any) -> None:
-    """Gives places in the row caches to sequences that may search in this pass."""
+    """Gives places in the row caches to sequences that search in this pass."""
     if not engine.places.count:
         return
     told, cached = scheduler_output, scheduler_output.scheduled_cached_reqs
@@ -193,7 +193,8 @@ def give_places(engine: EngineState, scheduler_output: Any) -> None:
     given |= {new.req_id: new.block_ids for new in told.scheduled_new_reqs}
     anew = [*(new.req_id for new in told.scheduled_new_reqs), *cached.resumed_req_ids]
     whole, groups = whole_below(engine.settings.method), sorted(engine.groups_with_rows)
-    long = [name for name, length in lengths(told).items() if length >= whole]
+    counts, decoded = told.num_scheduled_tokens, 1 + engine.drafts
+    long = [name for name, length in lengths(told).items() if length >= whole and counts[name] <= decoded]
     ended = [*told.finished_req_ids, *(getattr(told, "preempted_req_ids", None) or ())]
     engine.places.begin_pass({name: [ids[g] for g in groups] for name, ids in given.items()}, anew, long, ended)
 

@@ -147,20 +147,24 @@ def require_pinned(state: LayerState) -> None:
         raise CaptureError("the system refused to pin host memory", "Raise the locked-memory limit (`ulimit -l`).")
 
 
-_CACHE_SHARE = 16
-"""The row cache of a layer takes at most 1 / this of the free memory, unless rows must be kept."""
-LEAST_CACHED, MOST_CACHED = 2, 8
-"""Rows that a row cache keeps, in times of the budget."""
+_CACHE_SHARE, _LEAST_SHARE = 16, 4
+"""The row caches of all layers take at most 1 / `_CACHE_SHARE` of the free memory, with the fewest rows 1 / `_LEAST_SHARE`."""
+_LEAST_ROWS, _MOST_ROWS = 2, 8
+"""Rows of a row cache, in times of the budget."""
 
 
-def cached_rows(state: LayerState, slots: int) -> int:
-    """Rows per KV head that the row cache of captured steps keeps; 0: none."""
-    reuse = state.method.fetch_config().reuse
-    if reuse is False and not state.keeps_rows:
-        return 0
-    shape = state.shape
-    room = free_device_bytes(shape.device) // _CACHE_SHARE
-    times = min(MOST_CACHED, room // (slots * state.top_k * shape.token_bytes))
-    if times < LEAST_CACHED and not state.keeps_rows:
-        return 0
-    return max(LEAST_CACHED, times) * state.top_k
+def cache_times(states: list[LayerState], slots: int) -> int:
+    """Rows that the row caches of captured steps keep per slot and KV head, in times of the budget; 0: none. states: of all
+    layers."""
+    device = states[0].shape.device
+    need = slots * sum(state.top_k * state.shape.token_bytes for state in states if state.index is not None)
+    free = free_device_bytes(device) // max(1, need)
+    times = min(_MOST_ROWS, free // _CACHE_SHARE)
+    return times if times >= _LEAST_ROWS else _LEAST_ROWS if free >= _LEAST_ROWS * _LEAST_SHARE else 0
+
+
+def cache_rows(state: LayerState, times: int) -> int:
+    """Rows per KV head in a layer's row cache. Some methods want one, or none."""
+    if state.keeps_rows:
+        return max(_LEAST_ROWS, times) * state.top_k
+    return 0 if state.method.fetch_config().reuse is False else times * state.top_k

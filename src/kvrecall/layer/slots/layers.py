@@ -9,7 +9,7 @@ from kvrecall.cache.slot_zones import ZonePlan
 from kvrecall.core.cuda import staging
 from kvrecall.core.launch import cdiv
 from kvrecall.index.table import WIDE
-from kvrecall.layer.slots.base import SlotAssignment, SlotLayer, kind_of, require_pinned
+from kvrecall.layer.slots.base import SlotAssignment, SlotLayer, cache_times, kind_of, require_pinned
 from kvrecall.layer.slots.dense import DenseSlots
 from kvrecall.layer.slots.search import SearchSlots
 from kvrecall.layer.state import LayerState
@@ -76,12 +76,13 @@ class Layers:
         each = [own[: sum(sizes)].split(sizes) for own in self._rows]
         rows = list(zip(*([part.view(slots, -1) for part in parts] for parts in each), strict=True))
         self.all: list[SlotLayer] = []
+        times = cache_times(like, slots)
         for state, number in zip(like, self._numbers, strict=True):
             if state.index is None:
                 self.all.append(DenseSlots(state, slots, tokens, self.table))
             else:
                 plan, own = (None, ()) if number is None else (self.plans[number], rows[number])
-                self.all.append(SearchSlots(state, slots, tokens, self.table, plan, own, width))
+                self.all.append(SearchSlots(state, slots, tokens, self.table, plan, own, width, times))
         self._prepared = False
 
     def fits(self, lease: SlotLease) -> bool:
