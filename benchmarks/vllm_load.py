@@ -161,9 +161,9 @@ class Row:
 class Vllm:
     """A vLLM as `Engine`."""
 
-    def __init__(self, llm: Any, vocabulary: int, scale: float) -> None:
+    def __init__(self, llm: Any, vocabulary: int, scale: float, temperature: float) -> None:
         """scale: of all lengths, for a try with short ones."""
-        self.llm, self._vocabulary, self._scale = llm, vocabulary, scale
+        self.llm, self._vocabulary, self._scale, self._temperature = llm, vocabulary, scale, temperature
         self.asked = self.cached = 0
 
     def _text(self, seed: int, count: int) -> list[int]:
@@ -178,7 +178,7 @@ class Vllm:
         ids = self._text(request.seed, request.own)
         if request.document is not None:
             ids = self._text(request.document, Random(request.document).randint(*_DOCUMENT)) + ids
-        sampling = SamplingParams(max_tokens=request.answer, temperature=0.0, ignore_eos=True, detokenize=False)
+        sampling = SamplingParams(max_tokens=request.answer, temperature=self._temperature, ignore_eos=True, detokenize=False)
         self.llm.llm_engine.add_request(name, {"prompt_token_ids": ids}, sampling)
 
     def step(self) -> dict[str, int]:
@@ -208,15 +208,16 @@ def main() -> None:
     parser.add_argument("--kvrecall", default="{}", help="settings of our backend, as JSON")
     parser.add_argument("--block-size", type=int, default=BLOCK_TOKENS, help="tokens of a block of our backend")
     parser.add_argument("--scale", type=float, default=1.0, help="of all lengths of prompts")
+    parser.add_argument("--alike", type=float, default=0.0, help="cosine of embeddings, as `vllm_serving.py` has it")
     parser.add_argument("--tiny", action="store_true", help="a model for a CPU")
     parser.add_argument("--folder", type=Path, default=Path("build/vllm"))
     parser.add_argument("--out", type=Path, required=True)
-    parser.set_defaults(name="8b", layers=0, ranks=1, alike=0)  # of the engine
+    parser.set_defaults(name="8b", layers=0, ranks=1)  # of the engine
     args = parser.parse_args()
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     longest = int(args.scale * (_DOCUMENT[1] + _QUESTION[1])) + _ANSWER[1]
     llm = engine(args, max(2048, -(-longest // 1024) * 1024))
-    served = Vllm(llm, (TINY if args.tiny else SHAPE)["vocab_size"], args.scale)
+    served = Vllm(llm, (TINY if args.tiny else SHAPE)["vocab_size"], args.scale, 1.0 if args.alike else 0.0)
     found = run(served, [[*requests(client, args.each, args.think)] for client in range(args.clients)])
     preempted = int(sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions"))
     note = f"{args.cache_dtype} keys and values" if args.cache_dtype != "auto" else args.kvrecall.strip("{}")
