@@ -118,6 +118,7 @@ def soak(llm: Any, requests: int, logprobs: int | None) -> dict[str, Any]:
     from vllm import SamplingParams
 
     draw, engine = Random(5), llm.llm_engine
+    seen = watched_places(engine.vllm_config) if "kvrecall" in engine.vllm_config.additional_config else []
     free = engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks
     before, first = free(), [draw.randrange(3, 512) for _ in range(300)]
     asked = [(draw.choice([1, 9, 70, 260]), draw.randrange(2), draw.randrange(1, 24)) for _ in range(requests)]
@@ -151,8 +152,55 @@ def soak(llm: Any, requests: int, logprobs: int | None) -> dict[str, Any]:
     counts = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
     return {
         "ended": ended, "likely": places, "lost": before - free(), "files": len(os.listdir("/proc/self/fd")) - files,
-        "preemptions": counts.get("vllm:num_preemptions", 0),
+        "preemptions": counts.get("vllm:num_preemptions", 0), "places": seen,
     }  # fmt: skip
+
+
+def watched_places(config: Any) -> list[str]:
+    """Gives an engine places in row caches, which only a GPU reads, and checks in every pass that blocks lead to them. Returns
+    the requests that get one, each as often as it begins."""
+    import torch
+
+    from kvrecall.backends.vllm import worker
+    from kvrecall.backends.vllm.engine_state import EngineState
+    from kvrecall.step.places import Places
+    from kvrecall.step.settings import whole_below
+
+    engine, give = EngineState.of(config), worker.give_places
+    size = next(host.block_size for _, host in engine.windows.values())
+    engine.places = places = Places(3, 8, torch.device("cpu"))
+    places.cover(config.cache_config.num_gpu_blocks)
+    below, (group,) = whole_below(engine.settings.method), engine.groups_with_rows
+    tables: dict[str, list[int]] = {}
+    lives: dict[str, int] = {}
+    owners: dict[int, tuple[str, int]] = {}
+    seen: list[str] = []
+
+    def checked(own: Any, told: Any) -> None:
+        give(own, told)
+        places.passes += 1  # as a plan does
+        cached = told.scheduled_cached_reqs
+        new = {each.req_id: each.block_ids for each in told.scheduled_new_reqs}
+        more = {n: ids for n, ids in zip(cached.req_ids, cached.new_block_ids, strict=True) if ids}
+        for name, ids in (new | more).items():
+            if name in new or name in cached.resumed_req_ids:
+                tables[name], lives[name] = [], lives.get(name, 0) + 1
+            tables[name] += ids[group]
+        found: dict[int, str] = {}
+        for name, length in worker.lengths(told).items():
+            count = told.num_scheduled_tokens[name]
+            place = int(places.of_block[tables[name][(length - count) // size]])
+            assert place < 0 or found.setdefault(place, name) == name, "no two sequences have one place"
+            if count > 1 or length < below:
+                continue
+            assert place >= 0 or not places._free, "who searches has a place while there are any"
+            if place >= 0 and owners.get(place) != (name, lives[name]):
+                assert places.since[place] == places.passes, "rows of whoever had it are not read"
+                owners[place] = name, lives[name]
+                seen.append(name)
+
+    worker.give_places = checked
+    return seen
 
 
 if __name__ == "__main__":

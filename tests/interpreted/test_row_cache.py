@@ -1,5 +1,5 @@
-"""A decode step at fixed addresses: selected rows come from blocks of host memory, and those that the step before selected too
-from where it left them, however many there are."""
+"""A decode step at fixed addresses: selected rows come from blocks of host memory, and those that recent steps selected too
+from the row cache, however many there are."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tests.blocks import host_table, overwrite
 from tests.strategies import gaussian, generator
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
+from benchmarks.row_cache import RowCache
 from kvrecall.attend.step import StepAttention
 
 DIM, TOKENS = 16, 700
@@ -67,3 +68,23 @@ def test_sequences_of_their_own_lengths(block_size: int, kept: int) -> None:
                 of, chosen = slice(3 * h, 3 * h + 3), rows[h, ids[b, h][ids[b, h] >= 0].long()]
                 expected = attended(queries[b : b + 1, of], chosen, new[b, h : h + 1])
                 torch.testing.assert_close(out[b : b + 1, of], expected, atol=2e-6, rtol=2e-6)
+
+
+def test_few_places_keep_what_was_used_last() -> None:
+    """As `benchmarks.row_cache` reckons, but for the order in which rows of one step take places."""
+    top_k, tokens, rows = 16, 60, 24
+    table = host_table([gaussian(1, 1, tokens, 2, DIM)], 16)
+    step, reckoned = StepAttention(table, 2, 0, 4, top_k, rows, torch.zeros(1)), RowCache(rows)
+    zone = torch.tensor([[0, 1, 0, 0, 0, 0]], dtype=torch.int32)
+    draw, recent, missed = generator(3), torch.arange(12), 0
+    for number in range(60):
+        recent[torch.randint(12, (1,), generator=draw)] = torch.randint(tokens, (1,), generator=draw)
+        ids = torch.cat([recent, torch.randint(tokens, (4,), generator=draw)]).unique()
+        missed += len(ids) - reckoned.step(ids.tolist())
+        ids = torch.nn.functional.pad(ids, (0, top_k - len(ids)), value=-1).int().view(1, 1, -1)
+        new = gaussian(number, 1, 2, DIM)
+        step.launch(
+            gaussian(5, 1, 2, 1, DIM), new[None, :, :1], new[None, :, 1:], ids, zone, torch.tensor([1 + number]), PARAMS
+        )
+    read = int(step.read)
+    assert abs(read - missed) <= 0.05 * missed and read < 0.5 * 60 * top_k
