@@ -21,7 +21,9 @@ from kvrecall.backends.transformers.rotary import rotaries_of
 from kvrecall.backends.transformers.statistics import Source, observed
 from kvrecall.backends.vllm.engine_state import EngineState
 from kvrecall.core.errors import KVRecallError
+from kvrecall.core.structs import AttentionParams
 from kvrecall.engine.memory import VllmPlan, plan_vllm
+from kvrecall.index.base import LayerShape
 from kvrecall.index.statistics import KeyStatistics
 from kvrecall.step.device import Pass
 
@@ -343,6 +345,22 @@ def test_what_cannot_be_served_is_refused_at_the_start(part: str, changed: Any, 
     assert EngineState(CONFIG).settings.method.top_k
     with pytest.raises(KVRecallError, match=told):
         EngineState(SimpleNamespace(**(vars(CONFIG) | {part: changed})))
+
+
+@pytest.mark.parametrize(("residency", "count"), [("host", 4), ("device", 0)])
+def test_places_in_row_caches_lie_on_the_layers_device(residency: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where rows lie there and none has a place: kernels get their addresses."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 80 << 30))
+    parts = {
+        "additional_config": {"kvrecall": {"method": "exact", "residency": residency}},
+        "scheduler_config": SimpleNamespace(max_num_seqs=4), "model_config": SimpleNamespace(max_model_len=1024),
+        "cache_config": SimpleNamespace(cache_dtype="auto", gpu_memory_utilization=0.9),
+    }  # fmt: skip
+    engine = EngineState(SimpleNamespace(**(vars(CONFIG) | parts)))
+    shape = LayerShape(1, 8, 2, 64, torch.float32, torch.device("meta"))
+    layers = [engine.device_layer(number, shape, AttentionParams(0.1), 2) for number in range(2)]
+    assert engine.places.count == count and {layer._places for layer in layers} == {engine.places}
+    assert engine.places.since.device == engine.places.of_block.device == shape.device
 
 
 @pytest.mark.parametrize(("dtype", "named"), [(torch.bfloat16, "bfloat16"), (torch.float16, "float16")])
