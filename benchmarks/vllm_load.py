@@ -220,11 +220,15 @@ def main() -> None:
     served = Vllm(llm, (TINY if args.tiny else SHAPE)["vocab_size"], args.scale, 1.0 if args.alike else 0.0)
     found = run(served, [[*requests(client, args.each, args.think)] for client in range(args.clients)])
     preempted = int(sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions"))
-    note = f"{args.cache_dtype} keys and values" if args.cache_dtype != "auto" else args.kvrecall.strip("{}")
+    told = {
+        f"{args.cache_dtype} keys and values": args.cache_dtype != "auto", args.kvrecall.strip("{}"): args.kvrecall != "{}",
+        f"{args.cache_gib:g} GiB of pages": args.cache_gib, f"lengths times {args.scale:g}": args.scale != 1,
+        f"embeddings at a cosine of {args.alike:g}": args.alike,
+    }  # fmt: skip
     row = Row(
         engine=args.engine, gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         vllm=version(), clients=args.clients, cached_share=served.cached / max(1, served.asked),
-        preempted=preempted, note=note, **Row.times(found),
+        preempted=preempted, note="; ".join(each for each, holds in told.items() if holds), **Row.times(found),
     )  # fmt: skip
     with args.out.open("a", newline="") as file:
         writer = csv.DictWriter(file, [each.name for each in fields(Row)])
