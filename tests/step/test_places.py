@@ -114,6 +114,18 @@ def test_blocks_lead_to_the_places_of_who_writes_to_them(seed: int) -> None:
     assert most == COUNT
 
 
+def test_a_place_is_new_to_a_sequence_that_has_block_0_alone() -> None:
+    """It may get a block of its own later."""
+    places = Places(1, 8, torch.device("cpu"))
+    places.cover(9)
+    for number, (name, blocks, ended) in enumerate((("a", [3], []), ("b", [0], ["a"]))):
+        places.begin_pass({name: [blocks]}, [name], [name], ended)
+        assert places.since.tolist() == [number + 1] and places.of_block[0] == -1
+        places.passes += 1
+    places.begin_pass({"b": [[3]]}, [], ["b"], [])
+    assert places.of_block[3] == 0 and places.since.tolist() == [2]
+
+
 def test_rows_follow_the_memory_of_the_device() -> None:
     shape = LayerShape(1, 32, 8, 128, torch.bfloat16, torch.device("cpu"))
 

@@ -1,8 +1,8 @@
 """Decode attention by Triton: split over rows, each part with its log-sum-exp, merged by another kernel.
 
 Resident and selected rows are parts of one attention. Selected rows are read from page-locked host memory (ParisKV section
-4.2.3), or from the row cache, in the same pass. All sums are fp32. Bytes: 4 D per row and KV head in
-16-bit types, once, for all query heads of a group.
+4.2.3), or from the row cache, in the same pass. All sums are fp32. Bytes: 4 D per row and KV head in 16-bit types, once, for
+all query heads of a group.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor
 
 from kvrecall.core.cuda import to_device
 from kvrecall.index.base import LayerShape
@@ -86,17 +85,14 @@ class Places:
                 begun.append(place)
                 told |= dict.fromkeys((block for group in self._blocks[name] for block in group), place)
         told.pop(0, None)
-        if begun:
-            places, first = self._sent(begun), self.passes + 1
-            self.since.index_fill_(0, places, first)
-        if told:
-            blocks, places = self._sent([*told]), self._sent([*told.values()])
-            self.of_block.index_copy_(0, blocks, places.int())
+        if told or begun:
+            numbers = torch.tensor([*told, *begun], dtype=torch.int64, device="cpu")
+            owners = torch.tensor([*told.values()], dtype=torch.int32, device="cpu")
+            numbers, owners = to_device(self.since.device, numbers, owners)
+            self.of_block.index_copy_(0, numbers[: len(told)], owners)
+            self.since.index_fill_(0, numbers[len(told) :], self.passes + 1)
 
     def _leave(self, name: str) -> None:
         self._blocks.pop(name, None)
         if (place := self._taken.pop(name, None)) is not None:
             self._free.append(place)
-
-    def _sent(self, numbers: list[int]) -> Tensor:
-        return to_device(self.since.device, torch.tensor(numbers, dtype=torch.int64, device="cpu"))[0]

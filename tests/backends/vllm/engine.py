@@ -176,8 +176,8 @@ def watched_places(config: Any) -> list[str]:
     owners: dict[int, tuple[str, int]] = {}
     seen: list[str] = []
 
-    def checked(own: Any, told: Any) -> None:
-        give(own, told)
+    def checked(own: Any, told: Any, tokens: dict[str, int]) -> None:
+        give(own, told, tokens)
         places.passes += 1  # as a plan does
         cached = told.scheduled_cached_reqs
         new = {each.req_id: each.block_ids for each in told.scheduled_new_reqs}
@@ -187,7 +187,7 @@ def watched_places(config: Any) -> list[str]:
                 tables[name], lives[name] = [], lives.get(name, 0) + 1
             tables[name] += ids[group]
         found: dict[int, str] = {}
-        for name, length in worker.lengths(told).items():
+        for name, length in tokens.items():
             count = told.num_scheduled_tokens[name]
             place = int(places.of_block[tables[name][(length - count) // size]])
             assert place < 0 or found.setdefault(place, name) == name, "no two sequences have one place"

@@ -86,7 +86,7 @@ def test_blocks_that_a_pass_hands_out_empty_to_other_backends() -> None:
 def test_places_in_row_caches_follow_what_vllm_schedules() -> None:
     """Only those that search have one, and block 0, which requests get that will end, leads to none."""
     pytest.importorskip("vllm")
-    from kvrecall.backends.vllm.worker import give_places
+    from kvrecall.backends.vllm.worker import give_places, lengths
 
     method = kvrecall.ParisKVBalanced(top_k=10, full_attention_threshold=40, local_tokens=16, sink_tokens=4)
     places = Places(2, 24, torch.device("cpu"))
@@ -104,7 +104,7 @@ def test_places_in_row_caches_follow_what_vllm_schedules() -> None:
             scheduled_new_reqs=scheduled, scheduled_cached_reqs=cached, num_scheduled_tokens=counts,
             finished_req_ids={*ended}, preempted_req_ids={*preempted},
         )  # fmt: skip
-        give_places(engine, told)  # type: ignore[arg-type]
+        give_places(engine, told, lengths(told))  # type: ignore[arg-type]
         places.passes += 1
         return places.of_block.tolist()
 

@@ -7,7 +7,7 @@ Rows are page-locked at the start, ahead of need, or when blocks are handed out.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -176,16 +176,16 @@ class Worker(StockWorker):
             scheduler_output = left_out(scheduler_output, range(engine.refused, engine.blocks))
         if engine.others:
             engine.clear(handed_out_empty(scheduler_output, engine.others))
-        told = scheduler_output
+        told, tokens = scheduler_output, lengths(scheduler_output)
         if not self._warms_up:
-            give_places(engine, told)
+            give_places(engine, told, tokens)
         engine.begin_pass(beginning(told), told.num_scheduled_tokens, restored)
-        self._begin(list(lengths(told).values()), list(told.num_scheduled_tokens.values()))
+        self._begin(list(tokens.values()), list(told.num_scheduled_tokens.values()))
         return super().execute_model(scheduler_output, *args, **kwargs)
 
 
-def give_places(engine: EngineState, scheduler_output: Any) -> None:
-    """Gives places in the row caches to sequences that search in this pass."""
+def give_places(engine: EngineState, scheduler_output: Any, tokens: Mapping[str, int]) -> None:
+    """Gives places in the row caches to sequences that search in this pass. tokens: `lengths` of it."""
     if not engine.places.count:
         return
     told, cached = scheduler_output, scheduler_output.scheduled_cached_reqs
@@ -194,7 +194,7 @@ def give_places(engine: EngineState, scheduler_output: Any) -> None:
     anew = [*(new.req_id for new in told.scheduled_new_reqs), *cached.resumed_req_ids]
     whole, groups = whole_below(engine.settings.method), sorted(engine.groups_with_rows)
     counts, decoded = told.num_scheduled_tokens, 1 + engine.drafts
-    long = [name for name, length in lengths(told).items() if length >= whole and counts[name] <= decoded]
+    long = [name for name, length in tokens.items() if length >= whole and counts[name] <= decoded]
     ended = [*told.finished_req_ids, *(getattr(told, "preempted_req_ids", None) or ())]
     engine.places.begin_pass({name: [ids[g] for g in groups] for name, ids in given.items()}, anew, long, ended)
 

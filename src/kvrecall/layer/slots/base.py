@@ -163,7 +163,7 @@ def cache_times(states: list[LayerState], slots: int) -> int:
     return times if times >= _LEAST_ROWS else _LEAST_ROWS if free >= _LEAST_ROWS * _LEAST_SHARE else 0
 
 
-def cache_rows(state: LayerState, times: int) -> int:
+def rows_kept(state: LayerState, times: int) -> int:
     """Rows per KV head in a layer's row cache. Some methods want one, or none."""
     if state.keeps_rows:
         return max(_LEAST_ROWS, times) * state.top_k

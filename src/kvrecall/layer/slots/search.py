@@ -15,7 +15,7 @@ from kvrecall.cache.zones import ZoneLengths
 from kvrecall.core.errors import CaptureError
 from kvrecall.core.structs import AttentionParams, HeldSelection
 from kvrecall.index.step import SlotSpec, SlotStep
-from kvrecall.layer.slots.base import SlotAssignment, SlotLayer, cache_rows
+from kvrecall.layer.slots.base import SlotAssignment, SlotLayer, rows_kept
 from kvrecall.layer.state import LayerState
 from kvrecall.select.queries import QueryRing, places
 from kvrecall.static.sets import StaticRefresh
@@ -37,7 +37,7 @@ class SearchSlots(SlotLayer):
     ) -> None:  # fmt: skip
         """tokens: most tokens after the sink. table: int32 `[slots, W]`, the blocks of each slot's sequence. plan, rows: of
         the zones, and the device's copies of its rows, one for each token of a step; none if the device counts. width: tokens
-        of a step. times: rows in the row cache (`cache_rows`).
+        of a step. times: rows in the row cache (`rows_kept`).
 
         like: a state whose static sets are chosen (`begin`). Raises CaptureError if they leave nothing to search, and for
         parts that cannot take back tokens of a step.
@@ -68,7 +68,7 @@ class SearchSlots(SlotLayer):
         self.part = part = index.slot_step(SlotSpec(shape, sizes, tokens, top_k, host, plan, early, every_step, longest))
         """The index's part."""
         self.attention = StepAttention(
-            host, shape.query_heads, front, ring, top_k, cache_rows(like, times), none, part.estimated_parts, part.spread
+            host, shape.query_heads, front, ring, top_k, rows_kept(like, times), none, part.estimated_parts, part.spread
         )
         self.bad = self.attention.bad
         self._zones_of = [self.zones, *(PlannedZones(plan, own) for own in rows[1:] if plan is not None)]
