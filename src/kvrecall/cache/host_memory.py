@@ -12,7 +12,7 @@ import mmap
 import os
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from math import gcd, prod
@@ -55,9 +55,12 @@ class Region:
         with lasting_tensors():
             self.tensor = torch.frombuffer(self._pages, dtype=dtype, count=prod(shape)).view(shape)
         """The whole tensor; only pieces with memory may be used. Views keep the memory alive."""
-        self._device, self._given, self.pinned = device, 0, device is not None
+        self._device, self._given, self._touched, self.pinned = device, 0, 0, device is not None
         self._registered: list[int] = []
         if device is not None:
+            for advice in _ADVICE:
+                with suppress(OSError):  # a kernel without huge pages: small ones are slower
+                    self._pages.madvise(advice)
             # This callback keeps the mapping alive as long as the tensor's storage, and releases both in the right order.
             storage = self.tensor.untyped_storage()
             release = weakref.finalize(storage, _release, device, self._registered, self._pages)
@@ -72,14 +75,13 @@ class Region:
         """Bytes that the first `pieces` still need."""
         return max(0, -(-pieces // self._step) * self._step * self._piece - self._given)
 
-    def commit(self, pieces: int, fill: Callable[[], None] | None = None, beside: bool = False) -> None:
-        """Gives memory to the first `pieces`. fill: writes all new pieces, so that they need not be touched before. beside:
-        other work goes on meanwhile, so no threads are started that would take turns with Python's."""
+    def commit(self, pieces: int, fill: Callable[[], None] | None = None) -> None:
+        """Gives memory to the first `pieces`. fill: writes all new pieces, so that they need not be touched before."""
         start, count = self._given, self.missing(pieces)
         if not count:
             return
         if self._device is not None:
-            self._lock(start, min(count, len(self._pages) - start), fill, beside)
+            self._lock(start, min(count, len(self._pages) - start), fill)
         elif fill is not None:
             fill()
         self._given += count
@@ -107,16 +109,21 @@ class Region:
         """Records that the first `pieces` are mapped."""
         self._given = max(self._given, pieces * self._piece)
 
-    def _lock(self, start: int, count: int, fill: Callable[[], None] | None, beside: bool) -> None:
-        for advice in _ADVICE:
-            with suppress(OSError):  # a kernel without huge pages: small ones are slower
-                self._pages.madvise(advice, start, count)
+    def _untouched(self, stop: int) -> Tensor:
+        """The pages before byte `stop` that the system has not given yet, uint8 `[n]`; whoever asks touches them."""
+        start = max(self._touched, self._given)
+        self._touched = stop = max(start, min(stop, len(self._pages)))
+        with lasting_tensors():
+            return torch.frombuffer(self._pages, dtype=torch.uint8)[start:stop]
+
+    def _lock(self, start: int, count: int, fill: Callable[[], None] | None) -> None:
         with lasting_tensors():
             slab = torch.frombuffer(self._pages, dtype=torch.uint8, count=count, offset=start)
         if fill is not None:
             fill()
+            self._touched = max(self._touched, start + count)
         elif not refused():  # once pinning was refused, pages are allocated when they are used
-            _fault_in(slab, beside)
+            _touch([self._untouched(start + count)])
         index = None if self._device is None else self._device.index
         with nullcontext() if index is None else torch.cuda.device(index):  # a thread begins with the first GPU
             registered = _register(slab, self._registered)
@@ -125,6 +132,14 @@ class Region:
             if fill is None and hasattr(mmap, "MADV_DONTNEED"):
                 with suppress(OSError):  # then they stay allocated
                     self._pages.madvise(mmap.MADV_DONTNEED, start, count)  # they are still empty
+
+
+def touch(regions: Iterable[Region], pieces: int) -> None:
+    """Lets the system give pages for the first `pieces` of some regions, before `commit` locks them: most of the work, and no
+    GPU waits for it. Pieces with memory keep what they hold. Without a GPU pages are given when they are used."""
+    if not refused():
+        locked = [region for region in regions if region._device is not None]
+        _touch([region._untouched(region._given + region.missing(pieces)) for region in locked])
 
 
 _TOUCHED_BYTES, _MOST_THREADS = 8 << 20, 16
@@ -138,15 +153,13 @@ def _flags() -> dict[str, int]:
     return {"flags": flags | getattr(mmap, "MAP_NORESERVE", _NORESERVE if sys.platform.startswith("linux") else 0)}
 
 
-def _fault_in(slab: Tensor, beside: bool = False) -> None:
-    """Touches all pages by several threads, because registering them would allocate them one after another. Own threads,
-    because some servers leave torch only one. beside: by this thread alone, in one call without Python."""
-    if beside:
-        slab[:: mmap.PAGESIZE].zero_()
-        return
-    parts = slab.split(_TOUCHED_BYTES)
-    with ThreadPoolExecutor(min(_MOST_THREADS, cpu_cores(), len(parts))) as threads:
-        list(threads.map(lambda part: part[:: mmap.PAGESIZE].zero_(), parts))
+def _touch(pages: Iterable[Tensor]) -> None:
+    """Writes to all pages, uint8 `[n]` each, by several threads: registering would allocate them one after another. Own threads,
+    because some servers leave torch only one."""
+    parts = [part for each in pages if len(each) for part in each.split(_TOUCHED_BYTES)]
+    if parts:
+        with ThreadPoolExecutor(min(_MOST_THREADS, cpu_cores(), len(parts))) as threads:
+            list(threads.map(lambda part: part[:: mmap.PAGESIZE].zero_(), parts))
 
 
 def cpu_cores() -> int:

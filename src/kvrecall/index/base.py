@@ -42,12 +42,19 @@ class LayerShape:
     zone_start: int = 0
     """Position of the retrieval zone's first token."""
     fp8_rows: bool = False
-    """Whether rows in host memory are in eight bits (`core.fp8`)."""
+    """Whether rows in host memory are in eight bits with scales of their own (`core.fp8`)."""
+    row_dtype: torch.dtype | None = None
+    """In which rows are stored everywhere, if not in `dtype`: that of e4m3, with one scale per layer."""
 
     @property
     def token_bytes(self) -> int:
-        """Key and value of one token in all KV heads, as they are computed with."""
-        return host_row_bytes(self.head_dim, self.dtype, False) * self.kv_heads
+        """Key and value of one token in all KV heads, outside host memory."""
+        return host_row_bytes(self.head_dim, self.stored_dtype, False) * self.kv_heads
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """In which rows are stored."""
+        return self.dtype if self.row_dtype is None else self.row_dtype
 
     @property
     def host_row_bytes(self) -> int:

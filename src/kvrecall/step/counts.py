@@ -37,7 +37,7 @@ class Counts:
         told, read = [plan.counts for plan in plans], torch.stack([layer.read for layer in ours]).sum(1)
         searches, tokens, selected = torch.stack(told).sum(0).tolist() if told else (0, 0, 0)
         rows = read.tolist()
-        sizes = [2 * layer.shape.head_dim * layer.shape.dtype.itemsize for layer in ours]
+        sizes = [2 * layer.shape.head_dim * layer.shape.stored_dtype.itemsize for layer in ours]
         heads = sum(layer.shape.kv_heads for layer in ours)
         return Counts(searches, tokens, selected * heads, sum(rows), sum(n * size for n, size in zip(rows, sizes, strict=True)))
 

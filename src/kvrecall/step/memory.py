@@ -13,8 +13,8 @@ from kvrecall.step.stream import HostBlocks
 
 _SHARE = 0.8
 """Share of the free host memory that an engine takes by default."""
-_SLAB_BYTES = 4 << 30
-"""Bytes of all layers that are page-locked at a time."""
+_SLAB_BYTES = 1 << 30
+"""Bytes of all layers that are page-locked at a time: what a pass with a chunk of a prompt needs of an 8B model."""
 AT_START_BYTES = 32 << 30
 """Most bytes of all layers that are page-locked at the start, at some 0.1 s per GiB."""
 _SPARE_BYTES = 1 << 30

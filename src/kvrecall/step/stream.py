@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.cache.copies import rotate
-from kvrecall.cache.host_memory import Region
+from kvrecall.cache.host_memory import Region, touch
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.launch import cdiv
 from kvrecall.core.pieces import PIECE_TOKENS
@@ -27,20 +27,24 @@ class HostBlocks:
     def __init__(self, blocks: int, shape: LayerShape, block_size: int, given: int | None = None) -> None:
         """given: blocks with memory at the start; all by default."""
         self._gpu = shape.device if shape.device.type == "cuda" else None
-        self._region = Region((blocks, shape.kv_heads, block_size, 2, shape.head_dim), shape.dtype, self._gpu)
-        self.rows, self.block_size = self._region.tensor, block_size
+        self._region = Region((blocks, shape.kv_heads, block_size, 2, shape.head_dim), shape.stored_dtype, self._gpu)
+        self.rows, self.block_size, self.dtype = self._region.tensor, block_size, shape.dtype
         self.given = 0
         """Blocks with memory."""
         self.borders: set[int] = set()
         """Blocks that begin another page-locked piece; no copy may cross them."""
         self.commit(blocks if given is None else given)
 
-    def commit(self, blocks: int, beside: bool = False) -> None:
-        """Gives memory to the first `blocks` blocks; beside: as for `Region.commit`. Raises ParameterError if a GPU could not
-        read them."""
+    @staticmethod
+    def touch(hosts: Iterable[HostBlocks], blocks: int) -> None:
+        """Prepares memory for the first `blocks` blocks of some layers, for which `commit` is faster then (`host_memory.touch`)."""
+        touch([host._region for host in hosts], blocks)
+
+    def commit(self, blocks: int) -> None:
+        """Gives memory to the first `blocks` blocks. Raises ParameterError if a GPU could not read them."""
         if self._region.missing(min(blocks, len(self.rows))):
             self.borders.add(self.given)
-            self._region.commit(min(blocks, len(self.rows)), beside=beside)
+            self._region.commit(min(blocks, len(self.rows)))
             self.given = min(blocks, len(self.rows))
         if self._gpu is not None and not self._region.pinned:
             remedy = "Raise the limit of locked memory (`ulimit -l unlimited`)."
@@ -62,10 +66,11 @@ class HostBlocks:
         self.rows[slots // self.block_size, :, slots % self.block_size] = rows
 
     def pieces(self, table: list[int], stop: int) -> Iterator[Tensor]:
-        """Copies `[H_kv, n, K|V, D]` of the rows 0 .. stop - 1 of a sequence with these blocks, a few thousand at a time."""
+        """Copies `[H_kv, n, K|V, D]` of the rows 0 .. stop - 1 of a sequence with these blocks, a few thousand at a time, as they
+        are computed with."""
         step = max(1, PIECE_TOKENS // self.block_size)
         for first in range(0, cdiv(stop, self.block_size), step):
-            rows = self.rows[table[first : first + step]].transpose(0, 1).flatten(1, 2)
+            rows = self.rows[table[first : first + step]].transpose(0, 1).flatten(1, 2).to(self.dtype)
             yield rows[:, : stop - first * self.block_size]
 
     def table(self, blocks: list[int]) -> HostTable:
@@ -77,12 +82,12 @@ class DeviceBlocks(HostBlocks):
     """The same in device memory, without page-locking."""
 
     def __init__(self, blocks: int, shape: LayerShape, block_size: int) -> None:
-        self.block_size, self.borders, self.given = block_size, set(), blocks
+        self.block_size, self.dtype, self.borders, self.given = block_size, shape.dtype, set(), blocks
         with lasting_tensors():
             size = blocks, shape.kv_heads, block_size, 2, shape.head_dim
-            self.rows = torch.empty(size, dtype=shape.dtype, device=shape.device)
+            self.rows = torch.empty(size, dtype=shape.stored_dtype, device=shape.device)
 
-    def commit(self, blocks: int, beside: bool = False) -> None:
+    def commit(self, blocks: int) -> None:
         """Does nothing: all blocks have memory."""
 
 
@@ -93,11 +98,12 @@ class Stream:
         self._device = shape.device
         with lasting_tensors():
             size = PLACES, STREAMED_TOKENS * shape.kv_heads * 2 * shape.head_dim
-            self._places = torch.empty(size, dtype=shape.dtype, device=shape.device)
+            self._places = torch.empty(size, dtype=shape.stored_dtype, device=shape.device)
 
     @contextmanager
     def pieces(self, host: HostBlocks, table: list[int], stop: int) -> Iterator[Iterator[Tensor]]:
-        """Rows 0 .. stop - 1 of a sequence with these blocks, `[H_kv, n, K|V, D]` at a time, on the device.
+        """Rows 0 .. stop - 1 of a sequence with these blocks, `[H_kv, n, K|V, D]` at a time, on the device, as they are computed
+        with.
 
         Copying starts when the context is entered. Each piece must be used before the next one is requested.
         """
@@ -113,7 +119,8 @@ class Stream:
                 places[number % PLACES, at : at + count].copy_(host.rows[first : first + count], non_blocking=True)
 
         def rows_of(number: int) -> Tensor:
-            rows = places[number % PLACES, : len(own[number])].transpose(0, 1).flatten(1, 2)
+            held = places[number % PLACES, : len(own[number])].transpose(0, 1)
+            rows = held.to(host.dtype, memory_format=torch.contiguous_format).flatten(1, 2)
             return rows[:, : stop - number * most * size]
 
         with rotate(self._device, len(own), PLACES, fill, rows_of) as pieces:

@@ -16,7 +16,7 @@ class Worker(worker.Worker):
         """Changes what all layers of this process use from now on."""
         most, own = int(os.environ["KVRECALL_TEST_BLOCKS"]), stream.HostBlocks.commit
 
-        def commit(host: stream.HostBlocks, blocks: int, beside: bool = False) -> None:
+        def commit(host: stream.HostBlocks, blocks: int) -> None:
             if blocks > most:
                 raise ParameterError("host memory", "memory that a GPU can read", "a refusal to page-lock it", "")
             own(host, blocks)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -32,12 +31,12 @@ from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import AttentionParams
 from kvrecall.index.base import LayerShape
 from kvrecall.index.statistics import KeyStatistics, LayerStatistics
-from kvrecall.step.ahead import Ahead
 from kvrecall.step.aside import Aside
 from kvrecall.step.capacity import summary_blocks_of
 from kvrecall.step.counts import Counts, forget
 from kvrecall.step.device import DeviceLayer, Scratch, searched_together
 from kvrecall.step.finite import FiniteWatch
+from kvrecall.step.growth import Growth
 from kvrecall.step.memory import HostPlan
 from kvrecall.step.paged import PagedLayer
 from kvrecall.step.places import Places, size_of
@@ -49,10 +48,6 @@ from kvrecall.step.stream import DeviceBlocks, HostBlocks
 from kvrecall.step.warmup import Limits
 
 _log = logging.getLogger("vllm.kvrecall")
-_BURST, _PIECE = 1 << 16, 1 << 10
-"""Tokens that may come at once without waiting for host memory, and those for which a thread takes memory at a time."""
-_IDLE_S = 0.5
-"""An engine is idle so many seconds behind the beginning of its last pass."""
 
 _engine: EngineState | None = None
 """This process's engine; there is one at a time."""
@@ -97,10 +92,9 @@ class EngineState:
         """vLLM's cache group of every layer."""
         self.others: dict[int, int] = {}
         """Tokens per block of the cache groups of other backends."""
-        self._hosts: list[HostBlocks] = []
-        self._given, self._warm = 1, False
-        self._growing, self._burst, self._passed = threading.Lock(), 0, 0.0
-        self._ahead: Ahead | None = None
+        self._growth: Growth | None = None
+        """Of host memory, when vLLM has allocated its pages; None if rows lie on the device."""
+        self._warm, self._ready = False, False
         self._promise: Promise | None = None
         self.refused: int | None = None
         """Blocks with memory, after the system refused more."""
@@ -110,6 +104,8 @@ class EngineState:
         """The state for the engine with this config, one for all layers."""
         global _engine
         if _engine is None or _engine._config is not vllm_config:
+            if _engine is not None and _engine._growth is not None:
+                _engine._growth.close()
             _engine = EngineState(vllm_config)
         return _engine
 
@@ -140,11 +136,11 @@ class EngineState:
             if not self.gives_later:
                 raise ParameterError("worker_cls", "auto, with residency=device", "another", "vLLM would not count the rows.")
             return DeviceBlocks(blocks, shape, block_size)
-        given = self._given if self.gives_later else None
-        if self.groups:  # before `begin`, it is for a trial
-            blocks = min(blocks, self.blocks)
-        made = HostBlocks(blocks, shape, block_size, given)
-        self._hosts = [host for host in self._hosts if len(host.rows) == blocks] + [made]  # the others were for a trial
+        growth = self._growth
+        if growth is None:  # for a trial
+            return HostBlocks(blocks, shape, block_size, 1)
+        made = HostBlocks(min(blocks, self.blocks), shape, block_size, growth.given)
+        growth.hosts.append(made)
         return made
 
     @property
@@ -179,7 +175,9 @@ class EngineState:
         tokens are scheduled. So with a prompt in the pass each layer restores its window when it has stored the prompt
         (`refill`). Without one the pass may be a recorded graph, which runs nothing of this, and windows are restored now.
         """
-        self._begins, self._unfilled, self._passed = bool(beginning), {}, perf_counter()
+        self._begins, self._unfilled = bool(beginning), {}
+        if self._growth is not None:
+            self._growth.begin_pass()
         if not beginning:
             return
         method = self.settings.method
@@ -221,57 +219,37 @@ class EngineState:
     def commit(self, blocks: int) -> None:
         """Gives memory to the first `blocks` blocks of all layers. If the system refuses, `refused` tells how many have it,
         and the scheduler hears of it. Raises HostMemoryError or ParameterError at the start, and if it cannot hear."""
-        if self.plan is None:
+        growth = self._growth
+        if growth is None or self.refused is not None:
             return
-        if self._given < min(blocks, self.blocks):
-            with self._growing:
-                self._commit(blocks, self.plan)
-        if self._ahead is not None:
-            self._ahead.want(min(blocks + self._burst, self.blocks))
+        try:
+            growth.commit(blocks)
+        except KVRecallError as error:
+            if not self._ready or self._promise is None or not can_refuse(self._config):
+                raise
+            growth.close()
+            self._promise.tell(refused=growth.given)
+            self.refused = growth.given
+            _log.error("kvrecall: only %d of %d blocks have host memory from now on: %s", growth.given, self.blocks, error)
 
-    def take_ahead(self) -> None:
-        """From now on a thread takes memory for the blocks that a burst of short sequences needs, beyond those that were handed
-        out. Only for a GPU, when nothing is recorded any more: page-locking disturbs it."""
-        if self.plan is None or self.shapes[0].device.type != "cuda" or self._ahead is not None:
-            return
-        self._ahead = Ahead(self._take_piece)
-        self._ahead.want(min(self._given + self._burst, self.blocks))
-
-    def _take_piece(self, wanted: int) -> float | None:
-        """As `Ahead` asks. Page-locking holds up the GPU. So it waits for a moment without passes while half of what a burst
-        needs is there, and rests between pieces."""
-        with self._growing:
-            missing, begun = min(wanted, self.blocks) - self._given, perf_counter()
-            if self.plan is None or self.refused is not None or missing <= 0:
-                return None
-            if missing <= self._burst // 2 and begun - self._passed < _IDLE_S:
-                return _IDLE_S
-            try:
-                self._take(min(self._given + cdiv(_PIECE, self.plan.block_size), self.blocks), beside=True)
-            except KVRecallError:  # a pass that needs the memory will say so
-                return None
-            return perf_counter() - begun
-
-    def _commit(self, blocks: int, plan: HostPlan) -> None:
-        while self.refused is None and self._given < min(blocks, self.blocks):
-            try:
-                self._take(min((self._given // plan.slab + 1) * plan.slab, self.blocks))
-            except KVRecallError as error:
-                if not self._warm or self._promise is None or not can_refuse(self._config):
-                    raise
-                self._promise.tell(refused=self._given)
-                self.refused = self._given
-                _log.error("kvrecall: only %d of %d blocks have host memory from now on: %s", self._given, self.blocks, error)
-
-    def _take(self, blocks: int, beside: bool = False) -> None:
-        assert self.plan is not None
-        self.plan.check(blocks - min((host.given for host in self._hosts), default=0))
-        for host in self._hosts:
-            host.commit(blocks, beside)
-        self._given = blocks
+    def _tell_taken(self, taken: int) -> None:
         if self._promise is not None:
             with suppress(OSError, SessionError):
-                self._promise.tell(taken=blocks * self.plan.block_bytes)
+                self._promise.tell(taken=taken)
+
+    def lock_at_start(self) -> None:
+        """Called when nothing is recorded any more, which page-locking disturbs. A thread takes memory ahead of need from now on."""
+        self.commit(self._at_start)
+        self._ready = True
+        if self._growth is not None and self.shapes[0].device.type == "cuda":
+            self._growth.lock_ahead()
+
+    @property
+    def _at_start(self) -> int:
+        """Blocks with host memory when the engine is ready: of one sequence of the longest length, and of a burst."""
+        if self.plan is None or self._growth is None:
+            return 0
+        return min(1 + cdiv(self.longest, self.plan.block_size) + self._growth.burst, self.plan.at_start, self.blocks)
 
     def promise(self, blocks: int) -> None:
         """Lets other engines of this machine know that this rank may take host memory for so many blocks."""
@@ -282,12 +260,10 @@ class EngineState:
             self._promise = Promise(own)
 
     def begin(self, kv_cache_config: Any) -> None:
-        """Called when vLLM has allocated its pages: stores the cache group of each layer. Host memory of one sequence of the
-        longest length and of a burst, of at most `memory.AT_START_BYTES`, will be page-locked with the first pass."""
+        """Called when vLLM has allocated its pages: stores the cache group of each layer, and plans host memory."""
         groups, ours = list(enumerate(kv_cache_config.kv_cache_groups)), self.names
         self.groups = {name: i for i, group in groups for name in group.layer_names}
         self.others = {i: group.kv_cache_spec.block_size for i, group in groups if ours.isdisjoint(group.layer_names)}
-        self._hosts.clear()  # they were for a trial
         self.places.cover(kv_cache_config.num_blocks)
         specs = [group.kv_cache_spec for _, group in groups]
         self.blocks = summary_blocks_of(specs, self._config, kv_cache_config.num_blocks)
@@ -300,8 +276,7 @@ class EngineState:
         if why and self.shapes[0].device.type == "cuda":
             _log.info("kvrecall: FlashAttention does not serve short sequences: %s", why)
         if self.plan is not None:
-            self._burst = cdiv(_BURST, self.plan.block_size)
-            self.commit(min(1 + cdiv(self.longest, self.plan.block_size) + self._burst, self.plan.at_start))
+            self._growth = Growth(self.plan, self.blocks, self.settings.host_memory is not None, self._tell_taken)
 
     def warm_up(self) -> None:
         """Does at the start what the first prompt would wait for (`warmup.py`), once per engine. The pages are allocated, and
@@ -319,17 +294,16 @@ class EngineState:
         with torch.inference_mode():
             for impl in self.impls:
                 impl.prepare()
-            locked, passes = perf_counter(), 0
+            self.commit(1 + max(self.groups.values()))  # vLLM's own warm-up uses one per group
+            if self._growth is not None and self.shapes[0].device.type == "cuda":
+                self._growth.touch_ahead(self._at_start)
+            passes = 0
             for impl in {impl.kind: impl for impl in self.impls}.values():
                 passes += impl.warm_up(limits)
             if self.shapes[0].device.type == "cuda":
                 torch.cuda.synchronize(self.shapes[0].device)
         self.forget_trials()
-        _log.info(
-            "kvrecall: warmed up in %.1f s: host memory for %d blocks (%.1f s), %d passes that compile kernels (%.1f s)",
-            perf_counter() - begun, max((host.given for host in self._hosts), default=0), locked - begun, passes,
-            perf_counter() - locked,
-        )  # fmt: skip
+        _log.info("kvrecall: warmed up in %.1f s by %d passes that compile kernels", perf_counter() - begun, passes)
 
     @property
     def _plans(self) -> list[PassPlan]:

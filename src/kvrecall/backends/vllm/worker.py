@@ -124,7 +124,7 @@ class Worker(StockWorker):
         finally:
             self._warms_up = False
         engine.forget_trials()
-        engine.take_ahead()
+        engine.lock_at_start()
         if self._counter_writer is None:
             device = engine.shapes[0].device
             self._counter_writer = CounterWriter(engine.counts, parallel.data_parallel_index, self.rank, device)

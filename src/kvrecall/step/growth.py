@@ -1,0 +1,117 @@
+"""Host memory of all layers of an engine: it grows with the blocks that are handed out, and ahead of them in a thread.
+
+Memory that a GPU can read is touched, so that the system gives its pages, then page-locked. Touching takes longer, and no pass
+waits for it. Page-locking holds up launches, by some 25 ms per GiB.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Callable
+from time import perf_counter
+
+from kvrecall.core.errors import KVRecallError
+from kvrecall.core.launch import cdiv
+from kvrecall.step.memory import HostPlan
+from kvrecall.step.stream import HostBlocks
+
+_BURST = 1 << 16
+"""Tokens that may come at once without waiting for host memory."""
+_IDLE_S = 0.5
+"""An engine is idle so many seconds behind the beginning of its last pass."""
+
+
+class Growth:
+    """Memory for the first blocks of all layers.
+
+    The thread keeps what a burst needs beyond the blocks that were handed out, or everything. It locks while the engine is
+    idle, and beside passes when half of a burst's memory is used up.
+    """
+
+    def __init__(
+        self, plan: HostPlan, blocks: int, everything: bool = False, told: Callable[[int], None] = lambda _: None
+    ) -> None:
+        """blocks: that there are. everything: whether all are to have memory as soon as possible. told: is called with the
+        bytes that are taken, whenever they change."""
+        self.given = 1
+        """Blocks with memory."""
+        self.hosts: list[HostBlocks] = []
+        """Rows of all layers."""
+        self.burst = cdiv(_BURST, plan.block_size)
+        """Blocks that the thread keeps ahead."""
+        self._plan, self._blocks, self._everything, self._told = plan, blocks, everything, told
+        self._used, self._touched, self._passed = 1, 1, perf_counter()
+        self._growing, self._more = threading.Lock(), threading.Event()
+        self._thread: threading.Thread | None = None
+        self._locks, self._ended = False, False
+
+    def commit(self, blocks: int) -> None:
+        """Returns when the first `blocks` blocks have memory. Raises HostMemoryError if the machine has too little, and
+        ParameterError if the system refuses to lock it; `given` blocks have it then."""
+        self._used = max(self._used, blocks)
+        while self.given < min(blocks, self._blocks):
+            with self._growing:
+                if self.given < blocks:
+                    self._take(min((self.given // self._plan.slab + 1) * self._plan.slab, self._blocks))
+        self._more.set()
+
+    def begin_pass(self) -> None:
+        """The engine is at work from now on."""
+        self._passed = perf_counter()
+
+    def touch_ahead(self, blocks: int) -> None:
+        """Starts the thread, which only touches memory until `lock_ahead` is called: of these blocks at least."""
+        self._used = max(self._used, blocks - self.burst)
+        atexit.register(self.close)
+        self._thread = threading.Thread(target=self._run, name="kvrecall-memory", daemon=True)
+        self._thread.start()
+
+    def lock_ahead(self) -> None:
+        """The thread may page-lock memory from now on: nothing is recorded any more, which it would disturb."""
+        self._locks = True
+        self._more.set()
+
+    def close(self) -> None:
+        """Ends the thread, behind the piece that it is taking."""
+        self._ended = True
+        self._more.set()
+        if self._thread is not None:
+            atexit.unregister(self.close)
+            self._thread.join(5)
+
+    def _run(self) -> None:
+        while not self._ended:
+            self._more.clear()
+            self._more.wait(self._next())
+
+    def _next(self) -> float | None:
+        """Takes a piece, if there is one to take. Returns after how many seconds to ask again, None: when more is used."""
+        with self._growing:
+            wanted = self._blocks if self._everything else min(self._used + self.burst, self._blocks)
+            urgent = self.given < min(self._used + self.burst // 2, self._blocks)
+            try:
+                if self._locks and self.given < wanted and (urgent or perf_counter() - self._passed > _IDLE_S):
+                    self._touch(min(self.given + self._plan.slab, wanted))
+                    begun = perf_counter()
+                    self._take(min(self.given + self._plan.slab, wanted))
+                    return perf_counter() - begun
+                if self._touched < wanted:
+                    self._touch(min(self._touched + self._plan.slab, wanted))
+                    return 0.0
+            except KVRecallError:  # a pass that needs the memory will say so
+                return None
+            return _IDLE_S if self.given < wanted else None
+
+    def _touch(self, blocks: int) -> None:
+        if blocks > self._touched:
+            self._plan.check(blocks - self._touched)
+            HostBlocks.touch(self.hosts, blocks)
+            self._touched = blocks
+            self._told(blocks * self._plan.block_bytes)
+
+    def _take(self, blocks: int) -> None:
+        self._touch(blocks)
+        for host in self.hosts:
+            host.commit(blocks)
+        self.given = blocks

@@ -1,0 +1,125 @@
+"""Host memory grows with the blocks that are handed out, and ahead of them in a thread."""
+
+from __future__ import annotations
+
+import threading
+from time import monotonic, sleep
+from typing import Any
+
+import pytest
+
+from kvrecall.core.errors import HostMemoryError
+from kvrecall.step import growth as module
+from kvrecall.step.growth import Growth
+from kvrecall.step.memory import HostPlan
+from kvrecall.step.stream import HostBlocks
+from tests.step.test_paged import SHAPE, SIZE
+
+SLAB = 8
+"""Blocks."""
+
+
+class Machine:
+    """Stands for the memory of two layers: blocks that were touched, and that are locked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, blocks: int = 100, everything: bool = False) -> None:
+        self.touched, self.locked, self.told = [1], [1], list[int]()
+        self.refuses_from, self.now = 1 << 30, 100.0
+        monkeypatch.setattr(HostBlocks, "touch", staticmethod(lambda hosts, blocks: self.touched.append(blocks)))
+        monkeypatch.setattr(HostPlan, "slab", SLAB)
+        monkeypatch.setattr(HostPlan, "check", lambda plan, blocks: self.check())
+        monkeypatch.setattr(module, "_BURST", 32 * SIZE)
+        monkeypatch.setattr(module, "perf_counter", lambda: self.now)
+        self.growth = Growth(HostPlan.of([SHAPE], SIZE, 1 << 40), blocks, everything, self.told.append)
+        layer: Any = self
+        self.growth.hosts = [layer, layer]
+        self.growth.begin_pass()
+
+    def commit(self, blocks: int) -> None:
+        assert self.touched[-1] >= blocks, "what is locked was touched"
+        self.locked.append(blocks)
+
+    def check(self) -> None:
+        if self.touched[-1] + SLAB > self.refuses_from:
+            raise HostMemoryError(2, 1, SIZE)
+
+    def let_all_be_taken(self, seconds: float = 0.0) -> None:
+        """What the thread does until it has nothing to do now."""
+        self.now += seconds
+        while (rest := self.growth._next()) is not None and rest < module._IDLE_S:
+            pass
+
+
+def test_a_pass_has_what_it_needs_when_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch)
+    machine.growth.commit(20)
+    assert machine.growth.given == machine.locked[-1] == 24, "whole pieces"
+    machine.growth.commit(3)
+    machine.growth.commit(1000)
+    assert machine.growth.given == 100 and machine.told[-1] == 100 * HostBlocks.block_bytes(SHAPE, SIZE)
+
+
+def test_nothing_is_locked_before_it_may_be_and_passes_are_not_held_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch)
+    growth = machine.growth
+    growth.commit(8)
+    machine.let_all_be_taken(1)
+    assert machine.touched[-1] == 8 + 32 and growth.given == 8, "touching holds up nobody"
+    growth.lock_ahead()
+    growth.begin_pass()
+    machine.let_all_be_taken(0.1)
+    assert growth.given == 24, "half of a burst is there"
+    machine.let_all_be_taken(1)
+    assert growth.given == 40, "idle"
+    growth.begin_pass()
+    growth.commit(30)
+    machine.let_all_be_taken()
+    assert growth.given == 48 and machine.touched[-1] == 62
+
+
+def test_all_memory_that_a_user_gave_is_taken_when_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, everything=True)
+    machine.let_all_be_taken()
+    assert machine.touched[-1] == 100 and machine.growth.given == 1
+    machine.growth.lock_ahead()
+    machine.let_all_be_taken()
+    assert machine.growth.given == 17, "a pass has begun, and half of a burst is there"
+    machine.let_all_be_taken(1)
+    assert machine.growth.given == 100 and machine.growth._next() is None
+
+
+def test_a_refusal_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch)
+    machine.refuses_from = 30
+    machine.growth.lock_ahead()
+    machine.let_all_be_taken(1)
+    assert machine.growth.given == 25, "what there was"
+    with pytest.raises(HostMemoryError):
+        machine.growth.commit(40)
+    assert machine.growth.given == 25
+    machine.refuses_from = 1 << 30
+    machine.growth.commit(40)
+    assert machine.growth.given >= 40
+
+
+def test_the_thread_works_until_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch)
+    growth = machine.growth
+    growth.touch_ahead(40)
+    _until(lambda: machine.touched[-1] == 40)
+    growth.lock_ahead()
+    machine.now += 1
+    _until(lambda: growth.given == 40)
+    growth.commit(40)
+    _until(lambda: growth.given >= 56)
+    growth.close()
+    assert not any(thread.name == "kvrecall-memory" and thread.is_alive() for thread in threading.enumerate())
+    growth.commit(90)
+    assert growth.given >= 90, "whoever needs more gets it"
+
+
+def _until(done: Any) -> None:
+    end = monotonic() + 10
+    while not done():
+        assert monotonic() < end
+        sleep(0.005)
