@@ -139,12 +139,10 @@ def engine(args: argparse.Namespace, longest: int) -> Any:
         "model": str(folder), "load_format": "seeded", "skip_tokenizer_init": True, "dtype": "bfloat16",
         "max_model_len": longest, "max_num_seqs": args.most, "max_num_batched_tokens": 8192, "enable_prefix_caching": True,
         "gpu_memory_utilization": args.utilization, "disable_log_stats": False, "tensor_parallel_size": args.ranks,
-        "model_loader_extra_config": {"alike": args.alike},
+        "model_loader_extra_config": {"alike": args.alike}, "kv_cache_dtype": args.cache_dtype,
     }  # fmt: skip
     if args.cache_gib:
         settings["kv_cache_memory_bytes"] = int(args.cache_gib * 2**30)
-    if args.engine == "stock":
-        settings["kv_cache_dtype"] = args.cache_dtype
     if args.engine == "kvrecall":
         own = {"method": "pariskv-balanced", **json.loads(args.kvrecall)}
         settings |= {"attention_backend": "CUSTOM", "block_size": args.block_size, "additional_config": {"kvrecall": own}}
@@ -231,7 +229,7 @@ class Bench:
                 reused = 1 - done["fetched_rows"] / done["selected_rows"]
             if done["searches"] != searches:
                 note = f"{note} searches: {done['searches']} of {searches};".strip()
-        if self.args.engine == "stock" and self.args.cache_dtype != "auto":
+        if self.args.cache_dtype != "auto":
             note = f"{note} {self.args.cache_dtype} keys and values;".strip()
         if self.args.alike:
             note = f"{note} embeddings at a cosine of {self.args.alike:g};".strip()
@@ -366,7 +364,7 @@ def main() -> None:
     parser.add_argument("--utilization", type=float, default=0.9, help="that share, with everything else in it")
     parser.add_argument("--kvrecall", default="{}", help="settings of our backend, as JSON")
     parser.add_argument("--block-size", type=int, default=BLOCK_TOKENS, help="tokens of a block of our backend")
-    parser.add_argument("--cache-dtype", default="auto", help="of keys and values with vLLM's own backend: fp8")
+    parser.add_argument("--cache-dtype", default="auto", help="of keys and values: fp8")
     parser.add_argument("--answers", type=Path, help="file for tokens behind prompts, to compare engines and numbers of ranks")
     parser.add_argument("--answers-at", default="1024", help="lengths of these prompts")
     parser.add_argument(

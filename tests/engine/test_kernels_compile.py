@@ -266,15 +266,16 @@ def test_taking_a_part_into_an_attention(dim: int, capability: int, launches: di
 
 
 @pytest.mark.parametrize(
-    ("dim", "group", "dtype", "method", "capability", "drafts"),
+    ("dim", "group", "dtype", "method", "capability", "drafts", "eight_bits"),
     [
-        (64, 1, torch.float32, "products", 90, 0), (80, 7, torch.float16, "balanced", 80, 2),
-        (128, 2, torch.bfloat16, "balanced", 90, 3), (256, 8, torch.bfloat16, "balanced", 100, 0),
+        (64, 1, torch.float32, "products", 90, 0, False), (80, 7, torch.float16, "balanced", 80, 2, False),
+        (128, 2, torch.bfloat16, "balanced", 90, 3, False), (256, 8, torch.bfloat16, "balanced", 100, 0, False),
+        (128, 4, torch.bfloat16, "balanced", 90, 0, True), (80, 1, torch.float16, "products", 89, 2, True),
     ],
 )  # fmt: skip
 def test_a_step_and_prompts_over_blocks_of_vllm(
-    dim: int, group: int, dtype: torch.dtype, method: str, capability: int, drafts: int, launches: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
+    dim: int, group: int, dtype: torch.dtype, method: str, capability: int, drafts: int, eight_bits: bool,
+    launches: dict[str, Any], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     from kvrecall.index.sphere import SphereConfig
     from kvrecall.step.device import Chunk, DeviceLayer, Pass, Window
@@ -290,7 +291,7 @@ def test_a_step_and_prompts_over_blocks_of_vllm(
     index = asked.index_config()
     assert isinstance(index, SphereConfig)
     shape = Model(1, 2, group, dim).layer(2, tokens=20)
-    shape = replace(shape, sequences=1, dtype=dtype)
+    shape = replace(shape, sequences=1, dtype=dtype, row_dtype=torch.float8_e4m3fn if eight_bits else None)
     places = Places(2, 90, here)
     layer = DeviceLayer(0, shape, asked, index, AttentionParams(0.1), 3, 900, None, places, drafts)
     plan = PassPlan(3, 900, asked, index, 128, here, drafts, places)
@@ -298,9 +299,11 @@ def test_a_step_and_prompts_over_blocks_of_vllm(
     layer.bind(pages, HostBlocks(9, shape, 128))
     blocks = torch.zeros(3, 8, **ints)
     decoded = plan.fill(torch.tensor([0, 1, 2, 9], **ints), torch.tensor([800, 3, 7], **ints), blocks, 2)
-    window = Window(torch.zeros(9, 2, 16, 2 * dim, dtype=dtype), blocks, torch.zeros(9).long())
+    window = Window(torch.zeros(9, 2, 16, 2 * dim, dtype=shape.stored_dtype), blocks, torch.zeros(9).long())
     queries, keys = torch.zeros(9, 2 * group, dim, dtype=dtype), torch.zeros(9, 2, dim, dtype=dtype)
     whole = Pass(2, [Chunk(2, slice(2, 9), 5)], plan, decoded, blocks, torch.zeros(9).long(), {})
+    if eight_bits:
+        keys, _ = layer.stored(keys, keys)
     layer.store(keys, keys, whole, window)
     layer.decode(queries, keys, keys, whole, window, torch.zeros_like(queries))
     layer.decode(queries, keys, keys, whole, replace(window, attend=lambda *_: None), torch.zeros_like(queries))
@@ -309,6 +312,7 @@ def test_a_step_and_prompts_over_blocks_of_vllm(
     own = {"plan_kernel", "store_kernel", "host_kernel", "run_kernel", "window_kernel", "paged_step_kernel", "merge_kernel"}
     own |= {"recent_kernel", "keep_kernel", "encode_placed_kernel"}
     own |= {"mean_kernel", "page_means_kernel"} if estimate else set()
+    own |= {"eight_bit_kernel"} if eight_bits else set()
     shared = {"rotate_kernel", "binary_kernel" if capability < 100 else "product_kernel", "compact_kernel",
               "rerank_kernel", "top_kernel"}  # fmt: skip
     assert names == own | shared

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.step import test_paged as paged
-from tests.step.on_device import Device
+from tests.step.on_device import Device, stored
 from tests.step.test_paged import cut, dense, tokens
 
 pytestmark = pytest.mark.gpu
@@ -49,6 +49,20 @@ def test_rows_on_the_device_give_what_rows_on_the_host_give() -> None:
     for start, stop in ((0, 130), (130, 201), (201, 202), (202, 203), (203, 204)):
         both = [device.feed({0: cut(text, start, stop)})[0] for device in (near, far)]
         assert torch.equal(*both)
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["launched", "recorded"])
+@pytest.mark.parametrize("given", GIVEN, ids=paged.short)
+def test_rows_in_eight_bits_give_what_their_numbers_give(given: dict, recorded: bool) -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no e4m3")
+    scales, text = (1.0, 0.0625), tokens(400, 2)
+    eight, plain = (Device(given, top_k=12, scales=own, on=CUDA) for own in (scales, None))
+    for start, stop in ((0, 130), (130, 330), *((at, at + 1) for at in range(330, 350))):
+        own, again = cut(text, start, stop), recorded and stop - start == 1
+        found = eight.feed({0: own}, recorded=again)[0]
+        close(found, plain.feed({0: stored(own, scales)}, recorded=again)[0])
+    assert not eight.layer.bad.any() and eight.layer.read.sum() == plain.layer.read.sum()
 
 
 @pytest.mark.parametrize("recorded", [False, True], ids=["launched", "recorded"])

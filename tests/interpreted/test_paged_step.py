@@ -12,7 +12,7 @@ from kvrecall.step.counts import Counts, forget
 from kvrecall.step.device import Chunk, Pass, Run, Window
 from kvrecall.step.warmup import FakeMetadata, Layout, Limits, trials
 from tests.step import test_paged as paged
-from tests.step.on_device import MOST, PAGE, Device
+from tests.step.on_device import MOST, PAGE, Device, stored
 from tests.step.test_paged import DIM, HEADS, SHAPE, SIZE, cut, dense, method_of, tokens
 
 GIVEN = [
@@ -333,3 +333,43 @@ def test_what_passes_before_the_engine_was_ready_leave_is_forgotten() -> None:
     device.feed({1: cut(text, 0, 299)})
     device.feed({1: cut(text, 299, 300)})
     assert not device.layer.index.zero_norms.any() and not device.layer.bad.any()
+
+
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.5, 0.0625)], ids=["one", "scaled"])
+@EACH_WAY
+def test_rows_in_eight_bits_give_what_their_numbers_give(given: dict, many: None, scales: tuple[float, float]) -> None:
+    """Prompts in chunks, short and long sequences, drafts: all see what is stored, and summaries are of that."""
+    given = given | {"full_attention_threshold": 90}
+    if given["method"] == "pariskv":
+        given |= {"min_candidates_per_k": 20, "weight_dtype": "float32"}
+    if given["method"] == "quest" or given["method"] == "arkvale":
+        scales = 1.0, scales[1]  # representations of keys are rounded after they were scaled
+    texts = {1: tokens(140, 1), 2: tokens(300, 2)}
+    eight, plain = (Device(given, top_k=12, library=True, drafts=2, scales=own) for own in (scales, None))
+    at = {1: 0, 2: 0}
+    for counts in ({1: 60}, {1: 3}, {1: 1, 2: 130}, {1: 2, 2: 100}, *[{2: 1, 1: 3}] * 10, {2: 2, 1: 1}, {2: 3, 1: 1}):
+        new = {n: cut(texts[n], at[n], at[n] + c) for n, c in counts.items()}
+        at.update({n: at[n] + c for n, c in counts.items()})
+        found, wanted = eight.feed(new), plain.feed({n: stored(text, scales) for n, text in new.items()})
+        for name in new:
+            close(found[name], wanted[name])
+    assert eight.whole_passes == plain.whole_passes > 0 and at[1] > 90
+    assert eight.layer.read.sum() == plain.layer.read.sum() > 0
+    assert eight.host.rows.element_size() == eight.pages.element_size() == 1 and not eight.layer.bad.any()
+    row = Counts.of([eight.layer], [eight.plan])
+    assert row.fetched_bytes == row.fetched_rows * 2 * DIM
+
+
+def test_numbers_beyond_eight_bits_become_the_largest_and_what_is_not_finite_is_seen() -> None:
+    text = tokens(80, 1)
+    q, k, v = (x.clone() for x in text)
+    k[10, 0, 3], v[11, 1, 5] = 3000.0, -5000.0
+    device = Device(GIVEN[0], top_k=12, scales=(1.0, 1.0))
+    device.feed({0: (q, k, v)})
+    block, rows = device.tables[0][0], device.host.rows.float()
+    assert rows[block, 0, 10, 0, 3] == 448 and rows[block, 1, 11, 1, 5] == -448 and not device.layer.bad.any()
+    for bad in (float("nan"), float("inf")):
+        device = Device(GIVEN[0], top_k=12, scales=(1.0, 1.0))
+        k[70, 0, 3] = bad
+        device.feed({0: (q, k, v)})
+        assert device.layer.bad.any()

@@ -30,7 +30,7 @@ def attend_pages(
 ) -> None:  # fmt: skip
     """In place of FlashAttention: each token attends to all rows of its sequence up to itself."""
     for row, (start, stop) in enumerate(pairwise(begins)):
-        held = rows[pages[row].long()].transpose(0, 1).flatten(1, 2).unflatten(-1, (2, -1))  # [H_kv, n, K|V, D]
+        held = rows[pages[row].long()].transpose(0, 1).flatten(1, 2).unflatten(-1, (2, -1)).to(queries.dtype)
         for at in range(start, stop):
             count = lengths[row] - (stop - at - 1)
             counts = torch.full((1, HEADS), count, dtype=torch.int32, device=rows.device)
@@ -38,15 +38,25 @@ def attend_pages(
             out[at] = attend_rows(queries[at : at + 1].unsqueeze(2), given, params.scaling, params.softcap).out[0, :, 0]
 
 
+def stored(text: tuple[Tensor, Tensor, Tensor], scales: tuple[float, float]) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values as they are read back."""
+    q, *rows = text
+    k, v = (
+        (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype) * scale for x, scale in zip(rows, scales, strict=True)
+    )
+    return q, k, v
+
+
 @dataclass
 class Device:
     """A layer, and the scheduler's part of the work. Rows of a pass are in the order that is given. library: a pass without
     searches has the attention of a library, and prompts that begin or are short. whole_passes: how many had. runs, reads:
     prompts that began and went on, which were attended to at once, and the tokens of their longest chunk. cached: most
-    sequences with a place in the row cache."""
+    sequences with a place in the row cache. scales: of rows in eight bits."""
 
     given: dict
     top_k: int
+    scales: tuple[float, float] | None = None
     resident: bool = False
     on: torch.device = field(default_factory=lambda: torch.device("cpu"))
     drafts: int = 0
@@ -65,18 +75,22 @@ class Device:
         method = method_of(self.given, top_k=self.top_k)
         self._below = whole_below(method)
         index = Settings(method).index
-        shape = replace(SHAPE, device=self.on, statistics=paged.statistics() if index.needs_statistics else None)
+        row_dtype = None if self.scales is None else torch.float8_e4m3fn
+        statistics = paged.statistics() if index.needs_statistics else None
+        shape = replace(SHAPE, device=self.on, statistics=statistics, row_dtype=row_dtype)
         size = (0, 0) if self.resident else (self.cached, 4 * self.top_k + method.sink_tokens)
         self.places = Places(*size, self.on)
-        self.layer = DeviceLayer(3, shape, method, index, PARAMS, MOST, LONGEST, None, self.places, self.drafts)
+        self.layer = DeviceLayer(
+            3, shape, method, index, PARAMS, MOST, LONGEST, None, self.places, self.drafts, scales=self.scales or (1.0, 1.0)
+        )
         self.places.cover(BLOCKS)
         self.host = (DeviceBlocks if self.resident else HostBlocks)(BLOCKS, shape, SIZE)
-        self.host.rows.fill_(float("nan"))
+        self.host.rows.copy_(torch.full(self.host.rows.shape, float("nan")))
         width = width_of(index, method.estimate_config(), SHAPE)
         content = width * SIZE * HEADS
         self.layer_pages = torch.full((BLOCKS, content + PADDING), 255, dtype=torch.uint8, device=self.on)[:, :content]
         self.layer.bind(self.layer_pages, self.host)
-        self.pages = torch.full((400, HEADS, PAGE, 2 * DIM), float("nan"), device=self.on)
+        self.pages = torch.full((400, HEADS, PAGE, 2 * DIM), float("nan"), device=self.on).to(shape.stored_dtype)
         self.plan = PassPlan(MOST, LONGEST, method, index, SIZE, self.on, self.drafts, self.places)
         draw = torch.Generator().manual_seed(4)
         self.free, self.near = torch.randperm(BLOCKS - 1, generator=draw).add(1).tolist(), list(range(1, 400))
@@ -161,7 +175,11 @@ class Device:
         if self._recorded is None:
             fixed, out = [x.clone() for x in inputs], torch.empty_like(q)
             own = replace(asked, blocks=fixed[3], slots=fixed[5], decoded=asked.decoded if self.drafts else fixed[3])
-            decode = partial(self.layer.decode, *fixed[:3], own, replace(window, blocks=fixed[4]), out)
+
+            def decode() -> None:
+                keys, values = self.layer.stored(fixed[1], fixed[2])
+                self.layer.decode(fixed[0], keys, values, own, replace(window, blocks=fixed[4]), out)
+
             aside = torch.cuda.Stream()
             aside.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(aside):

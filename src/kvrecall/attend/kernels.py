@@ -15,9 +15,19 @@ from kvrecall.core.triton import capped
 
 
 @triton.jit
+def odd(b_x):
+    """Which numbers are not finite; e4m3 has one that is none, and no infinity."""
+    if b_x.dtype == tl.float8e4nv:
+        m_odd = (b_x.to(tl.uint8, bitcast=True) & 0x7F) == 0x7F
+    else:
+        m_odd = b_x.to(tl.float32) * 0.0 != 0.0
+    return m_odd
+
+
+@triton.jit
 def flag_odd(p_bad, b_k, b_v):
     """Sets bad[0] = 1 if keys or values, of any shape, are not all finite."""
-    m_odd = (b_k.to(tl.float32) * 0.0 != 0.0) | (b_v.to(tl.float32) * 0.0 != 0.0)
+    m_odd = odd(b_k) | odd(b_v)
     tl.store(p_bad + tl.zeros(m_odd.shape, tl.int32), 1, mask=m_odd)
 
 
@@ -32,6 +42,12 @@ def store_new(p_key, p_value, p_row, p_bad, D: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
+def computed(b_rows, b_q):
+    """Rows as queries are: rows of e4m3 are widened. Queries of fp32 are rounded to other rows by the caller."""
+    return b_rows.to(b_q.dtype) if b_rows.dtype == tl.float8e4nv else b_rows
+
+
+@triton.jit
 def attend_block(p_queries, p_out, p_lse, o_part, b_k, b_v, m_r, scaling, softcap, D: tl.constexpr, BD: tl.constexpr,
                  G: tl.constexpr, PARTS: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
     """G queries over rows b_k, b_v `[R, BD]` of the cache's dtype: parts out `[G, PARTS, D]`, lse `[G, PARTS]`, fp32.
@@ -41,8 +57,9 @@ def attend_block(p_queries, p_out, p_lse, o_part, b_k, b_v, m_r, scaling, softca
     BG: tl.constexpr = max(16, triton.next_power_of_2(G))
     o_g, o_d = tl.arange(0, BG), tl.arange(0, BD)
     m_q = (o_g < G)[:, None] & (o_d < D)[None, :]
-    b_q = tl.load(p_queries + o_g[:, None] * D + o_d[None, :], mask=m_q, other=0.0).to(b_k.dtype)
-    b_logit = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scaling  # [BG, R]
+    b_q = tl.load(p_queries + o_g[:, None] * D + o_d[None, :], mask=m_q, other=0.0)
+    b_k, b_v = computed(b_k, b_q), computed(b_v, b_q)
+    b_logit = tl.dot(b_q.to(b_k.dtype), tl.trans(b_k), input_precision="ieee") * scaling  # [BG, R]
     if CAP:
         b_logit = capped(b_logit, softcap)
     b_logit = tl.where(m_r[None, :], b_logit, float("-inf"))

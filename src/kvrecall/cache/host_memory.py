@@ -154,8 +154,8 @@ def _flags() -> dict[str, int]:
 
 
 def _touch(pages: Iterable[Tensor]) -> None:
-    """Writes to all pages, uint8 `[n]` each, by several threads: registering would allocate them one after another. Own threads,
-    because some servers leave torch only one."""
+    """Writes to all pages, uint8 `[n]` each, by several threads, since registering would allocate them one after another. By
+    own threads, since some servers leave torch only one."""
     parts = [part for each in pages if len(each) for part in each.split(_TOUCHED_BYTES)]
     if parts:
         with ThreadPoolExecutor(min(_MOST_THREADS, cpu_cores(), len(parts))) as threads:

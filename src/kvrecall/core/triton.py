@@ -151,13 +151,18 @@ def quantised(b_x):
     b_scale = tl.maximum(b_part + 0x80 & -0x100, 27 << 23)  # 16 bits of fraction, and at least 2^-100
     inverse = tl.div_rn(1.0, b_scale.to(tl.float32, bitcast=True))
     b_scale = tl.where(b_largest < 0x7F800000, b_scale, 0x7FC00000).to(tl.float32, bitcast=True)
-    b_own = b_size.to(tl.float32, bitcast=True) * inverse
+    b_code = e4m3(b_size.to(tl.float32, bitcast=True) * inverse)
+    return (tl.minimum(b_code, 0x7F) | ((b_bits >> 24) & 0x80)).to(tl.uint8), b_scale
+
+
+@triton.jit
+def e4m3(b_own):
+    """Codes int32 of numbers fp32 >= 0, rounded to even; of what is too large, codes above 126."""
     b_word = b_own.to(tl.int32, bitcast=True)
     b_normal = (b_word + 0x7FFFF + ((b_word >> 20) & 1) >> 20) - (120 << 3)  # three bits of fraction, ties to even
     # The smallest numbers are multiples of 2^-9. Multiplying by 512 is exact, so it may be joined with the addition.
     b_small = (b_own * 512.0 + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000
-    b_code = tl.minimum(tl.where(b_word < 121 << 23, b_small, b_normal), 0x7F) | ((b_bits >> 24) & 0x80)
-    return b_code.to(tl.uint8), b_scale
+    return tl.where(b_word < 121 << 23, b_small, b_normal)
 
 
 @triton.jit

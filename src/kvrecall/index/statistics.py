@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -111,6 +111,10 @@ class KeyStatistics:
         """Statistics of no token."""
         square = torch.zeros(kv_heads, dim, dim, dtype=torch.float64, device="cpu")
         return KeyStatistics(0, torch.zeros(kv_heads, dim, dtype=torch.float64, device="cpu"), square, square)
+
+    def divided(self, scale: float) -> KeyStatistics:
+        """Of the same keys divided by a number."""
+        return replace(self, key_mean=self.key_mean / scale, key_covariance=self.key_covariance / scale**2)
 
     @property
     def finite(self) -> bool:

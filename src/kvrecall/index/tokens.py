@@ -251,7 +251,7 @@ class TokenKernels(PagedKernels):
         self.store_decoded(keys, prompts.slots)
 
     def store_decoded(self, keys: Tensor, slots: Tensor) -> None:
-        keys = keys.masked_fill((slots < 0).view(-1, 1, 1), 0)
+        keys = keys.to(self._shape.dtype).masked_fill((slots < 0).view(-1, 1, 1), 0)
         slots = slots.clamp_min(0)  # no sequence has block 0
         write_summaries(self._config, self._tables, keys, slots // self._size, slots % self._size)
 

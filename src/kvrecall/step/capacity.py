@@ -145,7 +145,7 @@ def scratch_bytes(
 
     def layer(number: int, scratch: Scratch | None = None) -> DeviceLayer:
         own = LayerStatistics(NoRotary(dim), KeyStatistics.nothing(heads, dim))  # maps of its own
-        there = LayerShape(1, shape.query_heads, heads, dim, shape.dtype, meta, own)
+        there = LayerShape(1, shape.query_heads, heads, dim, shape.dtype, meta, own, row_dtype=shape.row_dtype)
         return DeviceLayer(number, there, settings.method, index, params, most, longest, scratch, places, drafts)
 
     first = layer(0)

@@ -10,7 +10,7 @@ tables from device memory (`plan.py`). The search is the sphere index's, over th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Protocol
@@ -24,6 +24,7 @@ from kvrecall.core.cuda import to_device
 from kvrecall.core.launch import cdiv, next_power_of_2, overlapping
 from kvrecall.core.structs import AttentionParams, Partial, lasting_tensors
 from kvrecall.index.base import SEARCH_FIELDS, IndexConfig, LayerShape, PagedKernels, PagedPrompts, PagedSizes
+from kvrecall.index.statistics import LayerStatistics
 from kvrecall.merge import merge_in_turn
 from kvrecall.merge.cuda import merge_step
 from kvrecall.methods.base import Method
@@ -258,30 +259,40 @@ class Scratch:
         return self._out[:count].view(*sizes, -1), self._lse[:count].view(sizes)
 
 
+def _divided(shape: LayerShape, scale: float) -> LayerShape:
+    """The shape with statistics of keys that were divided by a scale."""
+    told = shape.statistics
+    if told is None or scale == 1:
+        return shape
+    return replace(shape, statistics=LayerStatistics(told.rotary, told.keys.divided(scale)))
+
+
 class DeviceLayer:
     """Summaries, rows and row cache of one layer."""
 
     def __init__(
         self, number: int, shape: LayerShape, method: Method, index: IndexConfig, params: AttentionParams, most: int,
         longest: int, scratch: Scratch | None = None, places: Places | None = None, drafts: int = 0,
-        aside: Aside | None = None,
+        aside: Aside | None = None, scales: tuple[float, float] = (1.0, 1.0),
     ) -> None:  # fmt: skip
         """number: of the layer. most: rows of a batch. longest: tokens of a sequence. scratch: of another layer of this shape.
         places: of sequences whose sinks and selected rows stay on the device between steps; by default none have one. drafts:
-        tokens that a row may decode besides its first. aside: that of the other layers, joined by who calls them. Allocates
-        everything besides pages and rows."""
+        tokens that a row may decode besides its first. aside: that of the other layers, joined by who calls them. scales: of
+        keys and values in eight bits; what is stored is divided by them. Allocates everything besides pages and rows."""
         assert method.top_k is not None
-        self.number, self.shape, self._params, self._config = number, shape, params, index
+        self.number, self.shape, self._config, self._scales = number, shape, index, scales
+        self._params = replace(params, scaling=params.scaling * scales[0])
+        """For keys as they are stored."""
         self.aside = aside or Aside(shape.device)
         tokens, self._places = most * (1 + drafts), places or Places(0, 0, shape.device)
         together = searched_together(tokens, longest)
         sizes = PagedSizes(together, longest, method.top_k, method.sink_tokens, ROW)
-        self.index = index.paged_kernels(shape, sizes, None if scratch is None else scratch.index)
+        self.index = index.paged_kernels(_divided(shape, scales[0]), sizes, None if scratch is None else scratch.index)
         self.scratch = scratch or Scratch(method, self.index, shape, longest)
         self._every = 1 << (min(_RUN, method.local_tokens - drafts).bit_length() - 1)
         """Most tokens whose rows are not on the host yet; they are in the window."""
         self._phase = number * _SPREAD % self._every
-        device, none = shape.device, torch.empty(0, dtype=shape.dtype, device=shape.device)
+        device, none = shape.device, torch.empty(0, dtype=shape.stored_dtype, device=shape.device)
         with lasting_tensors():
             self._cache = RowCache(self._places.count, shape.kv_heads, self._places.rows, shape.head_dim, none)
             self.read = torch.zeros(tokens, dtype=torch.int64, device=device)
@@ -291,7 +302,7 @@ class DeviceLayer:
 
     def take_statistics(self, shape: LayerShape) -> None:
         """Summaries follow from the statistics of `shape` from now on; none are written yet. Addresses stay."""
-        self.index.take_statistics(shape)
+        self.index.take_statistics(_divided(shape, self._scales[0]))
 
     def forget(self) -> None:
         """Resets what it knows of the keys that it was given, and its counter."""
@@ -436,11 +447,32 @@ class DeviceLayer:
         refill: Refill | None = None,
     ) -> None:  # fmt: skip
         """Stores and attends: queries, out `[T, H_q, D]`, keys, values `[T, H_kv, D]`."""
+        keys, values = self.stored(keys, values)
         self.store(keys, values, batch, window)
         if refill is not None:
             refill()  # waits for what was stored aside, if a sequence begins behind it
         self.decode(queries, keys, values, batch, window, out)
         self.prompts(queries, keys, values, batch, window, out)
+        if self._scales[1] != 1:
+            out.mul_(self._scales[1])
+
+    def stored(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values `[T, H_kv, D]` of a pass as they are stored. All of its work sees them so: no answer depends on which
+        tokens of a sequence came in the same pass."""
+        if self.shape.row_dtype is None:
+            return keys, values
+        from kvrecall.cache.paged_rows import Fresh
+        from kvrecall.step.kernels import eight_bit_kernel
+
+        count, heads, dim = keys.shape
+        made = [torch.empty(keys.shape, dtype=torch.uint8, device=keys.device) for _ in range(2)]
+        tile, (key_scale, value_scale) = 1 if count <= _MANY else _STORED, self._scales
+        eight_bit_kernel[(cdiv(count, tile), heads)](
+            Fresh(keys, values, keys.stride(0), values.stride(0)), *made, 1 / key_scale, 1 / value_scale, count, heads, D=dim,
+             BD=next_power_of_2(dim), T=tile, num_warps=1 if tile == 1 else 4, **overlapping(keys.device),
+        )  # fmt: skip
+        stored = (each.view(self.shape.row_dtype) for each in made)
+        return next(stored), next(stored)
 
     def store(self, keys: Tensor, values: Tensor, batch: Pass, window: Window) -> None:
         """Keeps the tokens of the prompts of a pass: keys, values `[T, H_kv, D]`, of all its tokens."""
@@ -476,6 +508,8 @@ class DeviceLayer:
         library attends to all that begin their sequences at once, and to those that are in the window."""
         params = self._params
         causal = window.causal
+        if batch.chunks and self.shape.row_dtype is not None:
+            keys, values = keys.to(queries.dtype), values.to(queries.dtype)
         for tokens, attend in window.reads:
             attend(window.rows, queries[tokens], params, out[tokens])
         if causal is not None:

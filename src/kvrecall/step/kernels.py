@@ -14,6 +14,7 @@ import triton.language as tl
 from kvrecall.attend.kernels import (
     add_tile,
     attend_block,
+    computed,
     empty_part,
     flag_odd,
     readers_first,
@@ -22,7 +23,7 @@ from kvrecall.attend.kernels import (
 )
 from kvrecall.attend.row_cache import cached_rows
 from kvrecall.cache.paged_rows import Fresh, head_rows, load_part, run_start, store_run, window_place
-from kvrecall.core.triton import begin, capped, end
+from kvrecall.core.triton import begin, capped, e4m3, end
 
 
 @triton.jit
@@ -119,7 +120,8 @@ def take_mean(
 @triton.jit
 def attend_more(b_q, b_k, b_v, m_r, b_peak, b_total, b_sum, scaling, softcap, CAP: tl.constexpr):
     """Adds rows b_k, b_v `[R, BD]` to an attention of queries `[BG, BD]`, see `add_tile`."""
-    b_logit = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scaling  # [BG, R]
+    b_k, b_v = computed(b_k, b_q), computed(b_v, b_q)
+    b_logit = tl.dot(b_q.to(b_k.dtype), tl.trans(b_k), input_precision="ieee") * scaling  # [BG, R]
     if CAP:
         b_logit = capped(b_logit, softcap)
     return add_tile(tl.where(m_r[None, :], b_logit, float("-inf")), b_v, b_peak, b_total, b_sum)
@@ -173,7 +175,7 @@ def attend_recent(
     o_g, o_d = tl.arange(0, BG), tl.arange(0, BD)
     m_d = (o_d < D)[None, :]
     m_q = (o_g < G)[:, None] & m_d
-    b_q = tl.load(p_query + o_g[:, None] * D + o_d[None, :], mask=m_q, other=0.0).to(window.rows.dtype.element_ty)
+    b_q = tl.load(p_query + o_g[:, None] * D + o_d[None, :], mask=m_q, other=0.0)
     newest, new = length - 1, length - 1 - before
     p_key = fresh.k + i_b.to(tl.int64) * fresh.K_TOKEN + i_kv * D
     p_value = fresh.v + i_b.to(tl.int64) * fresh.V_TOKEN + i_kv * D
@@ -380,6 +382,32 @@ def run_kernel(
         none = Fresh(window.rows, window.rows, 0, 0)
         rows = head_rows(none, window, held, 0, 0, past, 0, tl.load(p_own).to(tl.int64), tl.program_id(0), D)
         store_run(rows, run_start(past, PHASE, EVERY, BLOCK), past, BLOCK, D, BD, W)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def eight_bit_kernel(
+    fresh, p_keys, p_values, key_part, value_part, tokens, HEADS,
+    D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (T tokens, KV head): keys and values uint8 `[tokens, HEADS, D]` of a pass in e4m3, times key_part and value_part.
+    Numbers beyond its range become its largest; NaN and infinity become NaN. Bytes: 6 D per token in 16-bit types."""
+    begin(PDL)
+    o_t, i_h, o_d = tl.program_id(0) * T + tl.arange(0, T), tl.program_id(1), tl.arange(0, BD)
+    m_row, o_long = (o_t < tokens)[:, None] & (o_d < D)[None, :], o_t.to(tl.int64)
+    o_row = ((o_long * HEADS + i_h) * D)[:, None] + o_d[None, :]
+    b_k = tl.load(fresh.k + (o_long * fresh.K_TOKEN + i_h * D)[:, None] + o_d[None, :], mask=m_row, other=0.0)
+    b_v = tl.load(fresh.v + (o_long * fresh.V_TOKEN + i_h * D)[:, None] + o_d[None, :], mask=m_row, other=0.0)
+    tl.store(p_keys + o_row, eight_bits(b_k, key_part), mask=m_row)
+    tl.store(p_values + o_row, eight_bits(b_v, value_part), mask=m_row)
+    end(PDL)
+
+
+@triton.jit
+def eight_bits(b_x, part):
+    """Numbers times a part, in e4m3, as uint8."""
+    b_own = b_x.to(tl.float32) * part
+    b_code = tl.where(b_own * 0.0 == 0.0, tl.minimum(e4m3(tl.abs(b_own)), 126), 127)
+    return (b_code | ((b_own.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
 
 
 @triton.jit(do_not_specialize=["p_slots", "p_window_slots", "tokens"])

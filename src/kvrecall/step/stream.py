@@ -37,7 +37,7 @@ class HostBlocks:
 
     @staticmethod
     def touch(hosts: Iterable[HostBlocks], blocks: int) -> None:
-        """Prepares memory for the first `blocks` blocks of some layers, for which `commit` is faster then (`host_memory.touch`)."""
+        """Prepares memory for the first `blocks` blocks of some layers: `commit` is faster then (`host_memory.touch`)."""
         touch([host._region for host in hosts], blocks)
 
     def commit(self, blocks: int) -> None:
@@ -66,8 +66,8 @@ class HostBlocks:
         self.rows[slots // self.block_size, :, slots % self.block_size] = rows
 
     def pieces(self, table: list[int], stop: int) -> Iterator[Tensor]:
-        """Copies `[H_kv, n, K|V, D]` of the rows 0 .. stop - 1 of a sequence with these blocks, a few thousand at a time, as they
-        are computed with."""
+        """Copies `[H_kv, n, K|V, D]` of the rows 0 .. stop - 1 of a sequence with these blocks, in `dtype`, a few thousand at a
+        time."""
         step = max(1, PIECE_TOKENS // self.block_size)
         for first in range(0, cdiv(stop, self.block_size), step):
             rows = self.rows[table[first : first + step]].transpose(0, 1).flatten(1, 2).to(self.dtype)
@@ -102,8 +102,7 @@ class Stream:
 
     @contextmanager
     def pieces(self, host: HostBlocks, table: list[int], stop: int) -> Iterator[Iterator[Tensor]]:
-        """Rows 0 .. stop - 1 of a sequence with these blocks, `[H_kv, n, K|V, D]` at a time, on the device, as they are computed
-        with.
+        """Rows 0 .. stop - 1 of a sequence with these blocks, `[H_kv, n, K|V, D]` at a time, on the device, in `host.dtype`.
 
         Copying starts when the context is entered. Each piece must be used before the next one is requested.
         """

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from kvrecall.core.errors import ParameterError
@@ -18,6 +20,19 @@ def check_device(device: torch.device) -> None:
     if device.type != "cpu" and not kernels_available(device):
         remedy = "Use another attention backend there."
         raise ParameterError("device", "a CPU, or a GPU of compute capability 8.0 on", str(device), remedy)
+
+
+def row_dtype_of(cache_dtype: str, device: torch.device, scales: Collection[object] = ()) -> torch.dtype | None:
+    """In which a layer's rows are stored, if not in the model's dtype. cache_dtype: vLLM's name of it. scales: the layer's, of
+    keys or of values. Raises ParameterError for what no kernel reads."""
+    if not cache_dtype.startswith("fp8"):
+        return None
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+        wanted = "auto; fp8 needs a GPU of compute capability 8.9 on"
+        raise ParameterError("kv_cache_dtype", wanted, f"{cache_dtype} on {device.type}", "Leave it out.")
+    if len(scales) > 1:
+        raise ParameterError("kv_cache_dtype", "one scale per layer", f"{len(scales)} scales", "Serve another checkpoint.")
+    return torch.float8_e4m3fn
 
 
 def width_of(index: IndexConfig, means: PageMeans | None, shape: LayerShape) -> int:

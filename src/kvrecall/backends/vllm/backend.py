@@ -28,7 +28,7 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from kvrecall.backends.vllm.checks import WORKER
+from kvrecall.backends.vllm.checks import FP8, WORKER
 from kvrecall.backends.vllm.engine_state import EngineState
 from kvrecall.backends.vllm.plugin import own_name
 from kvrecall.backends.vllm.whole import FlashAttention
@@ -43,7 +43,7 @@ from kvrecall.step.paged import Batch, PagedLayer
 from kvrecall.step.plan import PassPlan
 from kvrecall.step.refill import refill
 from kvrecall.step.settings import BLOCK_TOKENS, LEAST_BLOCK, check_block_size, least_block
-from kvrecall.step.summaries import check_device, width_of
+from kvrecall.step.summaries import check_device, row_dtype_of, width_of
 from kvrecall.step.warmup import FakeMetadata, Layout, Limits, trials
 
 
@@ -51,6 +51,7 @@ class RetrievalBackend(AttentionBackend):
     """Decode steps retrieve; chunks of prompts attend to everything."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", "float32", *FP8]
     width, least = 0, LEAST_BLOCK
     """Bytes of summaries per token and KV head, and tokens of the smallest block; set by `of_pages`."""
 
@@ -192,7 +193,12 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         check_device(device)
         if not self._engine.gives_later:
             raise ParameterError("worker_cls", "kvrecall's worker, which restores windows", "another", f"Subclass {WORKER}.")
-        shape = LayerShape(1, self.num_heads, self.num_kv_heads, self.head_size, act_dtype, device)
+        given = [x.flatten().tolist() for x in (getattr(own, "_k_scale", None), getattr(own, "_v_scale", None)) if x is not None]
+        row_dtype = row_dtype_of(self.kv_cache_dtype, device, max(given, key=len, default=()))
+        scales = (given[0][0], given[1][0]) if row_dtype is not None else (1.0, 1.0)
+        shape = LayerShape(1, self.num_heads, self.num_kv_heads, self.head_size, act_dtype, device, row_dtype=row_dtype)
+        if any(each.row_dtype != row_dtype for each in self._engine.shapes):
+            raise CompositionError("vLLM with kvrecall and kv_cache_dtype_skip_layers", "pages have one size", "Leave it out.")
         self._name, self.number = name, extract_layer_index(name)
         self._shape = shape = with_statistics(shape, self._engine.no_statistics(self.number, shape))
         self._layout = Layout.contiguous(shape)
@@ -208,7 +214,7 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         layers[self._window.name] = self._window
         if device.type == "cuda":
             served = sum(isinstance(getattr(each, "impl", None), RetrievalImpl) for each in layers.values())
-            self._layer = self._engine.device_layer(self.number, shape, self._params, served)
+            self._layer = self._engine.device_layer(self.number, shape, self._params, served, scales)
 
     def take_statistics(self, statistics: LayerStatistics) -> None:
         """Codes follow from these statistics from now on; none are written yet."""

@@ -11,6 +11,8 @@ from kvrecall.core.errors import CompositionError, ParameterError
 from kvrecall.step.settings import Settings
 
 WORKER = "kvrecall.backends.vllm.worker.Worker"
+FP8 = ("fp8", "fp8_e4m3")
+"""vLLM's names for rows of e4m3 with a scale per layer, 1 unless the checkpoint tells another."""
 _DRAFTS = ("ngram", "suffix")
 """Kinds of speculation that look up drafts in the text. Each drafted token is decoded as if alone."""
 
@@ -63,7 +65,10 @@ def _check_options(config: Any) -> None:
         ),
         "sleep mode": (getattr(model, "enable_sleep_mode", False), "it drops pages whose rows stay"),
         f"kv_cache_dtype={cache.cache_dtype}": (
-            cache.cache_dtype not in ("auto", own_dtype), f"rows are stored in the model's dtype ({own_dtype})"
+            cache.cache_dtype not in ("auto", own_dtype, *FP8), f"rows are stored in the model's dtype ({own_dtype}) or as fp8"
+        ),
+        "calculate_kv_scales": (
+            getattr(cache, "calculate_kv_scales", False), "summaries are of keys that were divided by a scale"
         ),
         "multi-head latent attention": (getattr(model, "use_mla", False), "its cache has no keys of its own"),
         'mamba_cache_mode="align"': (

@@ -238,7 +238,7 @@ class EngineState:
                 self._promise.tell(taken=taken)
 
     def lock_at_start(self) -> None:
-        """Called when nothing is recorded any more, which page-locking disturbs. A thread takes memory ahead of need from now on."""
+        """Called when nothing is recorded any more, which page-locking disturbs. From now on a thread locks ahead of need."""
         self.commit(self._at_start)
         self._ready = True
         if self._growth is not None and self.shapes[0].device.type == "cuda":
@@ -321,8 +321,10 @@ class EngineState:
         if self.others:
             self.clear([0])  # stands for what has left a sliding window
 
-    def device_layer(self, number: int, shape: LayerShape, params: AttentionParams, layers: int) -> DeviceLayer:
-        """A layer on a GPU, one of `layers`; layers of one shape share scratch."""
+    def device_layer(
+        self, number: int, shape: LayerShape, params: AttentionParams, layers: int, scales: tuple[float, float]
+    ) -> DeviceLayer:
+        """A layer on a GPU, one of `layers`; layers of one shape share scratch. scales: of rows in eight bits."""
         if not self._scratch:
             memory = int(torch.cuda.mem_get_info(shape.device)[1] * self._config.cache_config.gpu_memory_utilization)
             far = self.settings.residency == "host"  # other rows lie on the device
@@ -331,7 +333,7 @@ class EngineState:
         known, settings, self._aside = self._scratch.get(shape), self.settings, self._aside or Aside(shape.device)
         layer = DeviceLayer(
             number, shape, settings.method, settings.index, params, self.most, self.longest, known,
-            self.places, self.drafts, self._aside,
+            self.places, self.drafts, self._aside, scales,
         )  # fmt: skip
         self._scratch[shape] = layer.scratch
         self.watch.add(number, layer.bad)

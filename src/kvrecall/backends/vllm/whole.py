@@ -65,6 +65,8 @@ class FlashAttention:
         self._version = fa_utils.get_flash_attn_version(head_size=shape.head_dim)
         self._shape, self._page, self._longest = shape, page_tokens, min(passes.below, passes.longest)
         self._plan, self._recorded = None, passes.recorded
+        self._one = None if shape.row_dtype is None else torch.ones(1, dtype=torch.float32, device=shape.device)
+        """The scale of queries in eight bits."""
         if self._version == 3:
             numbers = 1 + _NUMBERS * _NUMBERS * cdiv(passes.most, _NUMBERS)
             self._plan = torch.zeros(numbers, dtype=torch.int32, device=shape.device)
@@ -77,7 +79,7 @@ class FlashAttention:
             splits = _SPLITS
             made = self._library.get_scheduler_metadata(
                 batch_size=len(lengths), max_seqlen_q=most_new, max_seqlen_k=self._longest, num_heads_q=shape.query_heads,
-                num_heads_kv=shape.kv_heads, headdim=shape.head_dim, cache_seqlens=lengths, qkv_dtype=shape.dtype,
+                num_heads_kv=shape.kv_heads, headdim=shape.head_dim, cache_seqlens=lengths, qkv_dtype=shape.stored_dtype,
                 cu_seqlens_q=begins, page_size=self._page, causal=True, num_splits=splits,
             )  # fmt: skip
             plan = self._plan[: len(made)]
@@ -87,12 +89,20 @@ class FlashAttention:
         def attend(rows: Tensor, queries: Tensor, params: AttentionParams, out: Tensor) -> None:
             keys, values = rows.transpose(1, 2).unflatten(-1, (2, -1)).unbind(-2)  # [pages, page_tokens, H_kv, D]
             self._library.flash_attn_varlen_func(
-                q=queries, k=keys, v=values, out=out, cu_seqlens_q=begins, max_seqlen_q=most_new, seqused_k=lengths,
-                max_seqlen_k=self._longest, softmax_scale=params.scaling, causal=True, block_table=pages,
+                q=self._as_rows(queries), k=keys, v=values, out=out, cu_seqlens_q=begins, max_seqlen_q=most_new,
+                seqused_k=lengths, max_seqlen_k=self._longest, softmax_scale=params.scaling, causal=True, block_table=pages,
                 softcap=params.softcap, scheduler_metadata=plan, num_splits=splits, fa_version=self._version,
             )  # fmt: skip
 
         return attend
+
+    def _as_rows(self, queries: Tensor) -> Tensor:
+        """Queries `[T, H_q, D]` in the dtype of rows, since the library multiplies equal ones."""
+        if self._one is None:
+            return queries
+        from vllm._custom_ops import scaled_fp8_quant
+
+        return scaled_fp8_quant(queries.flatten(1), self._one)[0].view(queries.shape)
 
     def causal(
         self, queries: Tensor, keys: Tensor, values: Tensor, begins: Tensor, longest: int, params: AttentionParams, out: Tensor
@@ -142,7 +152,10 @@ def why_not(shape: LayerShape, page_tokens: int) -> str:
         assert flash_attn_varlen_func is not None
     except ImportError as error:
         return f"this vLLM has none ({error})"
-    return "" if get_flash_attn_version(head_size=shape.head_dim) in (2, 3) else "this card needs a version that is not tried"
+    version = get_flash_attn_version(head_size=shape.head_dim)
+    if shape.row_dtype is not None and version != 3:
+        return "it reads no fp8 on this card"
+    return "" if version in (2, 3) else "this card needs a version that is not tried"
 
 
 class Graphs:

@@ -136,7 +136,7 @@ class WindowLayer(nn.Module, AttentionLayerBase):
         shape, size = self.shape, vllm_config.cache_config.block_size
         return WindowSpec(
             block_size=window_page_tokens(shape, self.width, size), num_kv_heads=shape.kv_heads, head_size=shape.head_dim,
-            dtype=shape.dtype, sliding_window=self.tokens, page_size_padded=size * shape.kv_heads * self.width,
+            dtype=shape.stored_dtype, sliding_window=self.tokens, page_size_padded=size * shape.kv_heads * self.width,
             whole=self.passes.below, passes=passes_of(vllm_config), ahead=ahead_of(drafts_of(vllm_config)),
         )  # fmt: skip
 
