@@ -175,11 +175,7 @@ class Device:
         if self._recorded is None:
             fixed, out = [x.clone() for x in inputs], torch.empty_like(q)
             own = replace(asked, blocks=fixed[3], slots=fixed[5], decoded=asked.decoded if self.drafts else fixed[3])
-
-            def decode() -> None:
-                keys, values = self.layer.stored(fixed[1], fixed[2])
-                self.layer.decode(fixed[0], keys, values, own, replace(window, blocks=fixed[4]), out)
-
+            decode = partial(self.layer.forward, *fixed[:3], own, replace(window, blocks=fixed[4]), out)
             aside = torch.cuda.Stream()
             aside.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(aside):

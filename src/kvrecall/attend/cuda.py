@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvrecall.attend.kernels import attend_block
-from kvrecall.core.launch import cdiv, next_power_of_2
+from kvrecall.core.launch import cdiv, launch, next_power_of_2
 from kvrecall.core.structs import HostRows, Partial, Rows
 from kvrecall.core.triton import load_rows
 from kvrecall.merge.cuda import merge_splits
@@ -83,12 +83,12 @@ def _attend_rows(queries: Tensor, rows: Rows | HostRows, scaling: float, softcap
     queries, grid = queries.contiguous(), (b * kv_heads, parts)
     if isinstance(rows, Rows):
         lengths = rows.lengths
-        rows_kernel[grid](
+        launch(rows_kernel, grid)(
             queries, rows.kv.contiguous(), lengths, out, lse, scaling, softcap, kv_heads, rows.width, *lengths.stride(), **sizes
         )
     else:
         table = rows.table
-        host_rows_kernel[grid](
+        launch(host_rows_kernel, grid)(
             queries, rows.ids.contiguous(), table.pool, table.blocks, out, lse, scaling, softcap, kv_heads, rows.width,
             table.blocks.stride(0), BLOCK=table.block_size, **sizes,
         )  # fmt: skip

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvrecall.attend.kernels import readers_first, step_part
 from kvrecall.attend.row_cache import CacheArguments, RowCache
-from kvrecall.core.launch import cdiv, next_power_of_2, overlapping
+from kvrecall.core.launch import cdiv, launch, next_power_of_2, overlapping
 from kvrecall.core.structs import AttentionParams, HostTable
 from kvrecall.core.triton import begin, end
 from kvrecall.merge.cuda import merge_step
@@ -97,7 +97,7 @@ class StepAttention:
         number, > 0. total: fp32 `[B, H_q]`, filled with the log-sum-exp. Returns `[B, H_q, 1, D]`.
         """
         (b, heads, capacity), k, table = self.rows.shape[:3], self.top_k, self.table
-        attend_kernel[(b * heads * self.parts,)](
+        launch(attend_kernel, (b * heads * self.parts,))(
             queries, keys, values, self.rows, zone, self.bad, ids, table.pool, table.blocks, self.cached(now), self.read,
             self.out, self.lse, params.scaling, params.softcap, heads, table.blocks.stride(0), capacity, self.front,
             zone.stride(0), b * heads, k,

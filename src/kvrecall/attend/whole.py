@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvrecall.attend.kernels import store_new
-from kvrecall.core.launch import cdiv, next_power_of_2, overlapping
+from kvrecall.core.launch import cdiv, launch, next_power_of_2, overlapping
 from kvrecall.core.structs import AttentionParams
 from kvrecall.core.triton import begin, capped, end
 from kvrecall.merge.cuda import merge_step
@@ -103,7 +103,7 @@ class WholeAttention:
         """Attends for queries `[B, H_q, 1, D]`, and stores keys and values `[B, H_kv, 1, D]`, all contiguous."""
         b, heads, capacity, _, dim = self.rows.shape
         parts = self._lse.shape[2]
-        whole_kernel[(b * heads, parts)](
+        launch(whole_kernel, (b * heads, parts))(
             queries, keys, values, self.rows, self.counts, self.bad, self._out, self._lse, params.scaling, params.softcap,
             heads, capacity, D=dim, BD=next_power_of_2(dim), G=queries.shape[1] // heads, R=self._rows_at_once, PARTS=parts,
             CAP=params.softcap != 0, num_warps=4, **overlapping(queries.device),

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvrecall.attend.kernels import flag_odd
-from kvrecall.core.launch import cdiv, next_power_of_2, overlapping
+from kvrecall.core.launch import cdiv, launch, next_power_of_2, overlapping
 from kvrecall.core.structs import AttentionParams, HostTable, Partial
 from kvrecall.core.triton import begin, capped, end
 from kvrecall.merge.cuda import merge_splits, merge_step
@@ -182,7 +182,7 @@ def attend_zones(
     out = queries.new_empty(b * heads, parts, dim, dtype=torch.float32)
     lse = queries.new_empty(b * heads, parts, dtype=torch.float32)
     with torch.cuda.device_of(queries):  # Triton launches on the current device, which may be another one
-        zone_kernel[(b * kv_heads, parts)](
+        launch(zone_kernel, (b * kv_heads, parts))(
             queries.contiguous(), table.rows, table.blocks, lengths, out, lse, scaling, softcap, kv_heads,
             table.blocks.stride(0), BLOCK=table.block_size, D=dim, BD=next_power_of_2(dim), G=heads // kv_heads, R=rows,
             PARTS=parts, CAP=softcap != 0, STAGES=_STAGES, num_warps=_WARPS,
@@ -215,7 +215,7 @@ class ZoneAttention:
     def launch(self, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Tensor:
         """Attends for queries `[B, H_q, 1, D]`, and stores keys and values `[B, H_kv, 1, D]`, all contiguous."""
         (b, heads, front, _, dim), parts, table = self.front.shape, self._lse.shape[2], self.table
-        zone_step_kernel[(b * heads, parts)](
+        launch(zone_step_kernel, (b * heads, parts))(
             queries, keys, values, self.front, table.rows, table.blocks, self.counts, self.active, self.bad, self._out,
             self._lse, params.scaling, params.softcap, heads, table.blocks.stride(0), front, BLOCK=table.block_size, D=dim,
             BD=next_power_of_2(dim), G=queries.shape[1] // heads, R=self._rows_at_once, ZONES=parts - 1,

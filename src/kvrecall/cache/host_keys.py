@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvrecall.core.launch import cdiv, next_power_of_2
+from kvrecall.core.launch import cdiv, launch, next_power_of_2
 from kvrecall.core.structs import HostTable
 from kvrecall.core.triton import load_keys
 
@@ -32,7 +32,7 @@ def copy_keys(table: HostTable, start: int, keys: Tensor) -> None:
     heads, tokens, dim = keys.shape
     assert keys.stride(2) == 1 and keys.stride(1) == dim
     if tokens:
-        keys_kernel[(min(cdiv(tokens, _TOKENS), max(1, _PROGRAMS // heads)), heads)](
+        launch(keys_kernel, (min(cdiv(tokens, _TOKENS), max(1, _PROGRAMS // heads)), heads))(
             table.pool, table.blocks, keys, start, tokens, heads, keys.stride(0), BLOCK=table.block_size, D=dim,
             BD=next_power_of_2(dim), T=_TOKENS, num_warps=4,
         )  # fmt: skip

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.core.cuda import refused, tell_refusal
+from kvrecall.core.launch import cpu_cores
 from kvrecall.core.structs import lasting_tensors
 
 _PORTABLE_AND_MAPPED = 1 | 2
@@ -160,11 +161,6 @@ def _touch(pages: Iterable[Tensor]) -> None:
     if parts:
         with ThreadPoolExecutor(min(_MOST_THREADS, cpu_cores(), len(parts))) as threads:
             list(threads.map(lambda part: part[:: mmap.PAGESIZE].zero_(), parts))
-
-
-def cpu_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _register(slab: Tensor, registered: list[int]) -> bool:

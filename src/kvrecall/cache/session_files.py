@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from kvrecall.cache.block_rows import BlockMemory, BlockRows
-from kvrecall.cache.host_memory import available_host_bytes, cpu_cores
+from kvrecall.cache.host_memory import available_host_bytes
 from kvrecall.core import fp8
 from kvrecall.core.errors import HostMemoryError, SessionError
+from kvrecall.core.launch import cpu_cores
 from kvrecall.core.private_folder import PrivateFolder
 
 FILE_NAME = re.compile(r"[0-9a-f]{8}-[0-9a-z]{1,8}-[0-9a-f]{16}\.bin")

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvrecall.core.launch import launch
 from kvrecall.core.structs import HostTable
 from kvrecall.core.triton import load_row, row_offset
 
@@ -55,14 +56,14 @@ def gather_rows(table: HostTable, heads: Tensor, ids: Tensor, slots: Tensor, out
     heads_in_all = table.rows.shape[1]
     if table.fp8:
         dim = out.shape[2]
-        gather_small_kernel[(len(ids),)](
+        launch(gather_small_kernel, (len(ids),))(
             table.pool, table.blocks, heads, ids, slots, out, heads_in_all, BLOCK=table.block_size, D=dim,
             BD=triton.next_power_of_2(dim), num_warps=1,
         )  # fmt: skip
         return
     words = out.view(torch.int32).flatten(1)
     width = words.shape[1]
-    gather_kernel[(len(ids),)](
+    launch(gather_kernel, (len(ids),))(
         table.rows.view(torch.int32), table.blocks, heads, ids, slots, words, heads_in_all, BLOCK=table.block_size,
         W=width, BW=triton.next_power_of_2(width), num_warps=1,
     )  # fmt: skip

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvrecall.cache.slot_zones import DeviceZones, SlotZones, ZonePlan
 from kvrecall.cache.zones import ZoneLengths, ZoneSizes
-from kvrecall.core.launch import next_power_of_2, overlapping
+from kvrecall.core.launch import launch, next_power_of_2, overlapping
 from kvrecall.core.structs import AttentionParams, HostTable
 from kvrecall.index.base import Index, LayerShape
 from kvrecall.select.queries import QueryRing
@@ -145,7 +145,7 @@ class IndexStep(ABC):
 
         grid = (self.spec.slots * self.spec.shape.kv_heads,)
         args, sizes = end_arguments(self.spec, inputs)
-        tokens_kernel[grid](*args.begin, *args.logs, *args.numbers, args.window, **sizes)
+        launch(tokens_kernel, grid)(*args.begin, *args.logs, *args.numbers, args.window, **sizes)
 
     def leave(self, slot: int, index: Index, sequence: int, tokens: int, keys: Callable[[], Tensor]) -> None:
         """Updates the index of a sequence after steps: afterwards it covers the first `tokens` tokens of the zone.

@@ -22,7 +22,7 @@ from kvrecall.cache.slot_zones import DeviceZones, SlotZones
 from kvrecall.cache.zones import ZoneLengths
 from kvrecall.core.archive import Archive
 from kvrecall.core.fp8 import as_stored
-from kvrecall.core.launch import cdiv, next_power_of_2
+from kvrecall.core.launch import cdiv, launch, next_power_of_2
 from kvrecall.core.per_sequence import PerSequence
 from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.base import (
@@ -334,7 +334,7 @@ class TokenStep(IndexStep):
         keys = as_stored(inputs.keys) if table.fp8 else inputs.keys
         for memory, new in zip(self._memories, self._config.summaries(keys), strict=True):
             width = memory.layout.width
-            row_kernel[(self.spec.slots * heads,)](
+            launch(row_kernel, (self.spec.slots * heads,))(
                 new.contiguous(), memory.rows, inputs.zones.rows, table.blocks, heads, table.blocks.stride(0),
                 memory.rows.stride(0), BLOCK=table.block_size, WIDTH=width, BW=next_power_of_2(width), num_warps=1,
             )  # fmt: skip

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvrecall.core.launch import cdiv, next_power_of_2, overlapping
+from kvrecall.core.launch import cdiv, launch, next_power_of_2, overlapping
 from kvrecall.core.structs import Partial
 from kvrecall.merge.kernels import merge_kernel, merge_lse_kernel, take_in_kernel
 
@@ -27,7 +27,7 @@ def merge_splits(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         (count, parts, dim), group = out.shape, min(out.shape[1], _MOST)
         programs = count * parts // group
         merged, total = out.new_empty(programs, dim), out.new_empty(programs)
-        merge_lse_kernel[(programs,)](
+        launch(merge_lse_kernel, (programs,))(
             out.contiguous(), lse.contiguous(), lse, merged, total, 1, D=dim, BD=next_power_of_2(dim), PARTS=group,
             BP=next_power_of_2(group), SINKS=False, PDL=False, num_warps=4,
         )  # fmt: skip
@@ -41,7 +41,7 @@ def take_in(so_far: Partial, part: Partial) -> None:
     (_, heads, tokens, dim), out, new = so_far.out.shape, so_far.out[0], part.out[0]
     assert out.stride(2) == new.stride(2) == 1 and so_far.lse.is_contiguous()
     with torch.cuda.device_of(out):
-        take_in_kernel[(cdiv(tokens, _TOKENS), heads)](
+        launch(take_in_kernel, (cdiv(tokens, _TOKENS), heads))(
             out, so_far.lse, new, part.lse.contiguous(), tokens, *out.stride()[:2], *new.stride()[:2], D=dim,
             BD=next_power_of_2(dim), R=_TOKENS, num_warps=4,
         )  # fmt: skip
@@ -67,7 +67,7 @@ def merge_step(
     }  # fmt: skip
     learned = lse if sinks is None else sinks
     if total is None:
-        merge_kernel[(b * heads,)](out, lse, learned, made, heads, **sizes)
+        launch(merge_kernel, (b * heads,))(out, lse, learned, made, heads, **sizes)
     else:
-        merge_lse_kernel[(b * heads,)](out, lse, learned, made, total, heads, **sizes)
+        launch(merge_lse_kernel, (b * heads,))(out, lse, learned, made, total, heads, **sizes)
     return made

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvrecall.core.launch import cdiv, next_power_of_2
+from kvrecall.core.launch import cdiv, launch, next_power_of_2
 from kvrecall.select.queries import ObservedQueries
 
 
@@ -94,7 +94,7 @@ def mass(observed: ObservedQueries, keys: Tensor, start: int, scaling: float) ->
     lse = torch.empty(parts, heads, rows, dtype=torch.float32, device=keys.device)
     queries, keys, sizes = _laid_out(observed, keys)
     with torch.cuda.device_of(keys):  # Triton launches on the current device, which may be another one
-        mass_kernel[(parts, heads, cdiv(rows, _QUERIES))](
+        launch(mass_kernel, (parts, heads, cdiv(rows, _QUERIES)))(
             queries, keys, lse, tokens, start, observed.start, scaling, *queries.stride()[:2], keys.stride(0), rows, window,
             heads, TILES=_TILES, **sizes,
         )  # fmt: skip
@@ -107,7 +107,7 @@ def mean_shares(observed: ObservedQueries, keys: Tensor, start: int, scaling: fl
     queries, keys, sizes = _laid_out(observed, keys)
     assert scores.stride(1) == 1
     with torch.cuda.device_of(keys):
-        share_kernel[(cdiv(tokens, _KEYS), heads)](
+        launch(share_kernel, (cdiv(tokens, _KEYS), heads))(
             queries, keys, total.contiguous(), scores, tokens, start, observed.start, scaling, *queries.stride()[:2],
             keys.stride(0), scores.stride(0), _group(observed, keys) * window, window, **sizes,
         )  # fmt: skip

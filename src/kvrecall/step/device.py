@@ -21,7 +21,7 @@ from torch import Tensor
 from kvrecall.attend import attend_block, attend_causal
 from kvrecall.attend.row_cache import RowCache
 from kvrecall.core.cuda import to_device
-from kvrecall.core.launch import cdiv, next_power_of_2, overlapping
+from kvrecall.core.launch import cdiv, launch, next_power_of_2, overlapping
 from kvrecall.core.structs import AttentionParams, Partial, lasting_tensors
 from kvrecall.index.base import SEARCH_FIELDS, IndexConfig, LayerShape, PagedKernels, PagedPrompts, PagedSizes
 from kvrecall.index.statistics import LayerStatistics
@@ -369,7 +369,7 @@ class DeviceLayer:
         dim, meaned, (others, window_parts, _) = shape.head_dim, self._means is not None, scratch.shares(len(q))
         (summarise, summary), pieces = index.summary(), index.programs + meaned + 1
         programs = others + pieces + (window_parts if len(q) < _MANY else 0)
-        kernels.paged_step_kernel[(len(q) * shape.kv_heads * programs,)](
+        launch(kernels.paged_step_kernel, (len(q) * shape.kv_heads * programs,))(
             q, Fresh(k, v, k.stride(0), v.stride(0)), self._plan(plan, own), index.ids,
             *self._rows(batch, window), self._cache.arguments(plan.now, self._places.since),
             kernels.Parts(parts, lse, parts.shape[2]), summary, self._page_means(), params.scaling,
@@ -392,7 +392,7 @@ class DeviceLayer:
         own, (held, recent) = self._plan(plan, slice(None)), self._rows(batch, window)
         sizes: dict[str, Any] = {"D": dim, "BD": next_power_of_2(dim), "SEARCH": SEARCH_FIELDS, "STRIDE": ROW}
         self.index.store_decoded(k, batch.slots[: batch.decodes])
-        kernels.recent_kernel[(len(k) * heads,)](
+        launch(kernels.recent_kernel, (len(k) * heads,))(
             Fresh(k, v, k.stride(0), v.stride(0)), own, recent, heads, **sizes, num_warps=1, **overlapping(self.shape.device)
         )
         means, places, slots = self._page_means(), window.slots[: len(k)], batch.slots[: len(k)]
@@ -403,7 +403,7 @@ class DeviceLayer:
             if self.index.store_recent(recent, places, slots, lengths):
                 summarise, summary, programs = summarise_nothing, (), 0
             pieces = programs + meaned + 1
-            kernels.keep_kernel[(len(k) * heads * pieces,)](
+            launch(kernels.keep_kernel, (len(k) * heads * pieces,))(
                 own, held, recent, summary, means, self.scratch.sinks, self._every, self._phase, BLOCK=self._host.block_size,
                 W=self.scratch.parts.rows, PIECES=pieces, MEANED=meaned, SUMMARISE=summarise, **sizes, num_warps=4,
             )  # fmt: skip
@@ -419,7 +419,7 @@ class DeviceLayer:
 
         scratch, params, shape, plan = self.scratch, self._params, self.shape, batch.plan
         others, shares, _ = scratch.shares(len(q))
-        kernels.window_kernel[(len(q) * shape.kv_heads * shares,)](
+        launch(kernels.window_kernel, (len(q) * shape.kv_heads * shares,))(
             q, Fresh(k, v, k.stride(0), v.stride(0)), self._plan(plan, own),
             self._rows(batch, window)[1], kernels.Parts(parts, lse, parts.shape[2]), params.scaling, params.softcap,
             q.stride(0), shape.kv_heads, shares, others, D=shape.head_dim, BD=next_power_of_2(shape.head_dim),
@@ -434,7 +434,7 @@ class DeviceLayer:
 
         scratch, shape, dim = self.scratch, self.shape, self.shape.head_dim
         *others, shares = scratch.shares(len(q))
-        page_means_kernel[(len(q) * shape.kv_heads * shares,)](
+        launch(page_means_kernel, (len(q) * shape.kv_heads * shares,))(
             q, means, blocks, pages, self.index.ids, parts, lse, self._params.scaling, self._params.softcap, shape.kv_heads,
             0, blocks.stride(0), means.stride(0), means.shape[2], scratch.top_k, scratch.mean_tokens, scratch.sinks, shares,
             sum(others), parts.shape[2], BLOCK=self._host.block_size, D=dim, BD=next_power_of_2(dim),
@@ -467,7 +467,7 @@ class DeviceLayer:
         count, heads, dim = keys.shape
         made = [torch.empty(keys.shape, dtype=torch.uint8, device=keys.device) for _ in range(2)]
         tile, (key_scale, value_scale) = 1 if count <= _MANY else _STORED, self._scales
-        eight_bit_kernel[(cdiv(count, tile), heads)](
+        launch(eight_bit_kernel, (cdiv(count, tile), heads))(
             Fresh(keys, values, keys.stride(0), values.stride(0)), *made, 1 / key_scale, 1 / value_scale, count, heads, D=dim,
              BD=next_power_of_2(dim), T=tile, num_warps=1 if tile == 1 else 4, **overlapping(keys.device),
         )  # fmt: skip
@@ -486,20 +486,20 @@ class DeviceLayer:
         sizes: dict[str, int] = {"BLOCK": self._host.block_size, "D": dim, "BD": next_power_of_2(dim), "num_warps": 4}
         count, here = last - first, {name: size for name, size in sizes.items() if name != "BLOCK"}
         staged = torch.empty(heads, count, 2, dim, dtype=self._host.rows.dtype, device=keys.device)
-        store_kernel[(cdiv(count, _STORED), heads)](
+        launch(store_kernel, (cdiv(count, _STORED), heads))(
             Fresh(keys[first:last], values[first:last], *strides), batch.slots[first:], window.slots[first:], staged, recent,
             self.bad, count, heads, T=_STORED, **here,
         )  # fmt: skip
         tiles, chunks = heads * cdiv(count, _STORED), batch.prompts.told
         with self.aside.launched(staged):
-            host_kernel[(min(tiles, _WRITERS),)](staged, batch.slots[first:], held, count, tiles, T=_STORED, **sizes)
+            launch(host_kernel, (min(tiles, _WRITERS),))(staged, batch.slots[first:], held, count, tiles, T=_STORED, **sizes)
         if any(chunk.past for chunk in batch.chunks):  # its last tokens may have been decoded, because a pass had room for few
-            run_kernel[(heads, len(chunks))](held, recent, chunks, self._every, self._phase, W=_STORED, **sizes)
+            launch(run_kernel, (heads, len(chunks)))(held, recent, chunks, self._every, self._phase, W=_STORED, **sizes)
         self.index.store(keys[first:last], batch.prompts)
         page = self.scratch.mean_tokens
         whole = max(chunk.among // page - chunk.past // page for chunk in batch.chunks)
         if self._means is not None and whole:
-            mean_kernel[(whole, heads, len(chunks))](
+            launch(mean_kernel, (whole, heads, len(chunks)))(
                 Fresh(keys, values, *strides), held, recent, means, chunks, self.scratch.sinks, T=_STORED, **sizes
             )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvrecall.core.launch import cdiv
+from kvrecall.core.launch import cdiv, launch
 from kvrecall.index.base import SEARCH_FIELDS, IndexConfig
 from kvrecall.methods.base import Method
 from kvrecall.step.places import Places
@@ -66,7 +66,7 @@ class PassPlan:
         count, places = len(lengths), self._places
         places.passes += 1
         if count:
-            plan_kernel[(count,)](
+            launch(plan_kernel, (count,))(
                 begins, lengths, blocks, self._candidates, places.of_block, self.now, self.rows, self.fire, self.pages,
                 self.counts, self._decoded, decodes, blocks.stride(0), self._decoded.shape[1], self._local, self._whole,
                 self._sinks, self._top_k, self._mean_tokens, len(places.of_block), places.passes,

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from kvrecall.core.launch import cdiv, next_power_of_2
+from kvrecall.core.launch import cdiv, launch, next_power_of_2
 from kvrecall.step.stream import HostBlocks
 
 Unfilled = tuple[int, int, int]
@@ -40,7 +40,7 @@ def refill(rows: Tensor, places: Tensor, host: HostBlocks) -> None:
     if rows.device.type == "cuda":
         from kvrecall.step.kernels import refill_kernel
 
-        refill_kernel[(len(places) * heads,)](
+        launch(refill_kernel, (len(places) * heads,))(
             rows, host.rows, places, heads, *rows.stride()[:3], BLOCK=host.block_size, NUMBERS=numbers, PAGE=tokens,
             BN=next_power_of_2(numbers), num_warps=4,
         )  # fmt: skip

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import torch
+from torch import Tensor
 
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.launch import kernels_available
@@ -22,17 +21,23 @@ def check_device(device: torch.device) -> None:
         raise ParameterError("device", "a CPU, or a GPU of compute capability 8.0 on", str(device), remedy)
 
 
-def row_dtype_of(cache_dtype: str, device: torch.device, scales: Collection[object] = ()) -> torch.dtype | None:
-    """In which a layer's rows are stored, if not in the model's dtype. cache_dtype: vLLM's name of it. scales: the layer's, of
-    keys or of values. Raises ParameterError for what no kernel reads."""
+def row_dtype_of(cache_dtype: str, device: torch.device) -> torch.dtype | None:
+    """In which a layer's rows are stored, if not in the model's dtype. cache_dtype: vLLM's name of it. Raises ParameterError
+    for a device that does not read it."""
     if not cache_dtype.startswith("fp8"):
         return None
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
         wanted = "auto; fp8 needs a GPU of compute capability 8.9 on"
         raise ParameterError("kv_cache_dtype", wanted, f"{cache_dtype} on {device.type}", "Leave it out.")
-    if len(scales) > 1:
-        raise ParameterError("kv_cache_dtype", "one scale per layer", f"{len(scales)} scales", "Serve another checkpoint.")
     return torch.float8_e4m3fn
+
+
+def scale_of(scales: Tensor) -> float:
+    """The scale of a layer's keys or values in eight bits. Raises ParameterError for more than one."""
+    if scales.numel() != 1:
+        remedy = "Leave it out, or serve a checkpoint with one scale per layer."
+        raise ParameterError("kv_cache_dtype", "auto for scales per head", f"{scales.numel()} scales", remedy)
+    return float(scales)
 
 
 def width_of(index: IndexConfig, means: PageMeans | None, shape: LayerShape) -> int:

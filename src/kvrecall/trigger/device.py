@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvrecall.core.launch import next_power_of_2, overlapping
+from kvrecall.core.launch import launch, next_power_of_2, overlapping
 from kvrecall.core.triton import begin, end
 from kvrecall.parts import Part
 from kvrecall.trigger import (
@@ -167,7 +167,7 @@ class DeviceTrigger:
         if isinstance(config, EveryStep):
             return  # `fire` is always 1
         if isinstance(config, Speculative):
-            turned_kernel[(slots,)](
+            launch(turned_kernel, (slots,))(
                 queries, self.before, self._fresh, self.fire, self.threshold, D=dim, BD=padded,
                 BG=next_power_of_2(self._heads // self._width), G=self._heads // self._width, HEADS=self._width, num_warps=4,
             )  # fmt: skip
@@ -175,7 +175,7 @@ class DeviceTrigger:
         semantic = isinstance(config, SemanticBoundary)
         most = (config.max_stride or _NEVER) if isinstance(config, SemanticBoundary) else _NEVER
         marks = Marks(self._fresh, self._since) if self._marks is None else self._marks
-        trigger_kernel[(slots,)](
+        launch(trigger_kernel, (slots,))(
             queries, self.before, self._since, self._fresh, self.fire, self.searches, marks.marks, marks.ordinals,
             self.threshold, most, config.steps if isinstance(config, FixedStride) else 1, marks.ordinals.stride(0),
             marks.marks.stride(0), D=dim, BD=padded, BH=max(1, min(next_power_of_2(self._heads), _NUMBERS // padded)),

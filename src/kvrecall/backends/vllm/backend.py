@@ -31,7 +31,7 @@ from vllm.v1.attention.backend import (
 from kvrecall.backends.vllm.checks import FP8, WORKER
 from kvrecall.backends.vllm.engine_state import EngineState
 from kvrecall.backends.vllm.plugin import own_name
-from kvrecall.backends.vllm.whole import FlashAttention
+from kvrecall.backends.vllm.whole import FlashAttention, why_not
 from kvrecall.backends.vllm.window import PassWindow, WindowLayer, WindowMetadata
 from kvrecall.core.errors import CompositionError, ParameterError
 from kvrecall.core.structs import AttentionParams
@@ -43,7 +43,7 @@ from kvrecall.step.paged import Batch, PagedLayer
 from kvrecall.step.plan import PassPlan
 from kvrecall.step.refill import refill
 from kvrecall.step.settings import BLOCK_TOKENS, LEAST_BLOCK, check_block_size, least_block
-from kvrecall.step.summaries import check_device, row_dtype_of, width_of
+from kvrecall.step.summaries import check_device, row_dtype_of, scale_of, width_of
 from kvrecall.step.warmup import FakeMetadata, Layout, Limits, trials
 
 
@@ -193,9 +193,9 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         check_device(device)
         if not self._engine.gives_later:
             raise ParameterError("worker_cls", "kvrecall's worker, which restores windows", "another", f"Subclass {WORKER}.")
-        given = [x.flatten().tolist() for x in (getattr(own, "_k_scale", None), getattr(own, "_v_scale", None)) if x is not None]
-        row_dtype = row_dtype_of(self.kv_cache_dtype, device, max(given, key=len, default=()))
-        scales = (given[0][0], given[1][0]) if row_dtype is not None else (1.0, 1.0)
+        row_dtype, scales = row_dtype_of(self.kv_cache_dtype, device), (1.0, 1.0)
+        if row_dtype is not None:
+            scales = scale_of(own._k_scale), scale_of(own._v_scale)
         shape = LayerShape(1, self.num_heads, self.num_kv_heads, self.head_size, act_dtype, device, row_dtype=row_dtype)
         if any(each.row_dtype != row_dtype for each in self._engine.shapes):
             raise CompositionError("vLLM with kvrecall and kv_cache_dtype_skip_layers", "pages have one size", "Leave it out.")
@@ -244,6 +244,7 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
     ) -> None:  # fmt: skip
         batch = metadata.batch
         self._bind(kv_cache, metadata.block_size)
+        self._engine.compile_kernels()
         if isinstance(batch, Pass):
             assert isinstance(self._layer, DeviceLayer)
             self._layer.forward(query, key, value, batch, recent.of(self._window_layer.kv_cache), output, self._refill)
@@ -272,7 +273,7 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
     def warm_up(self, limits: Limits) -> int:
         """Runs the passes of `warmup.trials` over block 0. Returns their number."""
         shape, builder, page = self._shape, self._builder, self._window_layer.kv_cache.shape[2]
-        flash = FlashAttention(shape, page, self._engine.whole) if self._engine.whole.possible else None
+        flash = None if why_not(shape, page) else FlashAttention(shape, page, self._engine.whole)
         causal = None if flash is None else flash.causal
         passes = list(trials(limits, shape.device.type == "cuda"))
         for trial in passes:
@@ -282,7 +283,7 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
             recent = WindowMetadata(window.block_table_tensor, window.slot_mapping, causal=causal, chunk=flash)
             output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
             self._run(query, key, value, self._own.kv_cache, metadata, recent, output)
-            if self._engine.whole.possible and max(trial.counts) <= 1 + limits.drafts:  # its kernels, without the library's
+            if flash is not None and max(trial.counts) <= 1 + limits.drafts:  # its kernels, without the library's
                 self._run(query, key, value, self._own.kv_cache, metadata, replace(recent, attend=nothing), output)
             if isinstance(self._layer, DeviceLayer):
                 self._layer.aside.join()  # nothing is left for a pass that is recorded

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from time import perf_counter
 from typing import Any
 
@@ -27,7 +27,7 @@ from kvrecall.backends.vllm.whole import WholePasses, why_not
 from kvrecall.backends.vllm.window import WindowLayer
 from kvrecall.core.cuda import to_device
 from kvrecall.core.errors import CompositionError, KVRecallError, ParameterError, SessionError
-from kvrecall.core.launch import cdiv
+from kvrecall.core.launch import cdiv, compile_together
 from kvrecall.core.structs import AttentionParams
 from kvrecall.index.base import LayerShape
 from kvrecall.index.statistics import KeyStatistics, LayerStatistics
@@ -94,7 +94,7 @@ class EngineState:
         """Tokens per block of the cache groups of other backends."""
         self._growth: Growth | None = None
         """Of host memory, when vLLM has allocated its pages; None if rows lie on the device."""
-        self._warm, self._ready = False, False
+        self._compiled, self._warm, self._ready = False, False, False
         self._promise: Promise | None = None
         self.refused: int | None = None
         """Blocks with memory, after the system refused more."""
@@ -278,19 +278,33 @@ class EngineState:
         if self.plan is not None:
             self._growth = Growth(self.plan, self.blocks, self.settings.host_memory is not None, self._tell_taken)
 
+    @property
+    def _limits(self) -> Limits:
+        scheduler, method = self._config.scheduler_config, self.settings.method
+        means, decodes = method.estimate_config(), self.most * (1 + self.drafts)
+        page = max(self.settings.index.paged_tokens, 1 if means is None else means.page_tokens)
+        return Limits(
+            scheduler.max_num_batched_tokens, self.longest, whole_below(method) - 1,
+            page, self.drafts, decodes, searched_together(decodes, self.longest),
+        )  # fmt: skip
+
+    def compile_kernels(self) -> None:
+        """Compiles what passes launch, all at once, before the first pass over pages would compile one kernel after the other.
+        Once; on a GPU."""
+        if self._compiled or self.shapes[0].device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            return
+        self._compiled, begun = True, perf_counter()
+        for impl in {impl.kind: impl for impl in self.impls}.values():
+            compile_together(partial(impl.warm_up, self._limits))
+        torch.cuda.empty_cache()  # vLLM measures what its passes take
+        _log.info("kvrecall: kernels are ready after %.1f s", perf_counter() - begun)
+
     def warm_up(self) -> None:
         """Does at the start what the first prompt would wait for (`warmup.py`), once per engine. The pages are allocated, and
         no graph is recorded yet. Every rank does it by itself, without communication."""
         if self._warm or not self.impls:
             return
-        self._warm, begun = True, perf_counter()
-        scheduler, method = self._config.scheduler_config, self.settings.method
-        means, decodes = method.estimate_config(), self.most * (1 + self.drafts)
-        page = max(self.settings.index.paged_tokens, 1 if means is None else means.page_tokens)
-        limits = Limits(
-            scheduler.max_num_batched_tokens, self.longest, whole_below(method) - 1,
-            page, self.drafts, decodes, searched_together(decodes, self.longest),
-        )  # fmt: skip
+        self._warm, begun, limits = True, perf_counter(), self._limits
         with torch.inference_mode():
             for impl in self.impls:
                 impl.prepare()

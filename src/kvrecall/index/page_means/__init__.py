@@ -24,7 +24,7 @@ from kvrecall.cache.copies import prefetch_pieces
 from kvrecall.cache.slot_zones import SlotZones
 from kvrecall.cache.zones import ZoneLengths
 from kvrecall.core.archive import Archive
-from kvrecall.core.launch import cdiv, next_power_of_2, overlapping
+from kvrecall.core.launch import cdiv, launch, next_power_of_2, overlapping
 from kvrecall.core.structs import AttentionParams, Budget, Rows, Selection, stack_rows
 from kvrecall.index.base import Index, LayerShape, RowSource
 from kvrecall.index.step import IndexStep, SlotSpec, SlotStep
@@ -261,7 +261,7 @@ class SlotMeans:
 
         (_, query_heads, parts, dim), means, layout = out.shape, self.memory.rows, self.memory.layout
         top_k, heads = ids.shape[-1], layout.heads
-        page_means_kernel[(len(pairs) * self.parts,)](
+        launch(page_means_kernel, (len(pairs) * self.parts,))(
             queries, means, self._table, self.pages, ids, out, lse, params.scaling, params.softcap, heads, pairs.start,
             self._table.stride(0), means.stride(0), layout.rows, top_k, self.page_tokens, 0, self.parts, first, parts,
             BLOCK=layout.block_size, D=dim, BD=next_power_of_2(dim), G=query_heads // heads, W=self._tile,

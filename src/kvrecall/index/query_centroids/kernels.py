@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvrecall.core.launch import cdiv, next_power_of_2
+from kvrecall.core.launch import cdiv, launch, next_power_of_2
 from kvrecall.core.structs import HostTable
 from kvrecall.core.triton import load_keys
 from kvrecall.index.query_centroids.lists import LEAST_NORM as _LEAST
@@ -35,11 +35,11 @@ def recall(lists: CentroidLists, query: Tensor, kv_heads: int, count: int) -> Re
     scores, unit, norms = (query.new_empty(heads, n, dtype=torch.float32) for n in (centroids, dim, 1))
     picked = lists.ids.new_empty(kv_heads, recalled, length)
     with torch.cuda.device_of(query):  # Triton launches on the current device, which may be another one
-        cosine_kernel[(cdiv(centroids, _CENTROIDS), heads)](
+        launch(cosine_kernel, (cdiv(centroids, _CENTROIDS), heads))(
             query.contiguous(), lists.queries, scores, unit, norms, centroids, D=dim, BD=next_power_of_2(dim), R=_CENTROIDS,
             num_warps=4,
         )  # fmt: skip
-        recall_kernel[(recalled, kv_heads)](
+        launch(recall_kernel, (recalled, kv_heads))(
             scores, lists.ids, picked, centroids, length, recalled, G=heads // kv_heads, BC=next_power_of_2(centroids), BL=_IDS,
             num_warps=4,
         )  # fmt: skip
@@ -114,7 +114,7 @@ def score_rows(queries: Tensor, table: HostTable, ids: Tensor) -> Tensor:
     heads, group, dim = queries.shape
     count = ids.shape[1]
     out = torch.full((heads, group, count), float("-inf"), device=queries.device, dtype=torch.float32)
-    score_rows_kernel[(cdiv(count, _KEYS), heads)](
+    launch(score_rows_kernel, (cdiv(count, _KEYS), heads))(
         queries.contiguous(), table.pool, table.blocks, ids.contiguous(), out, heads, count,
         BLOCK=table.block_size, D=dim, BD=next_power_of_2(dim), G=group, R=_KEYS, num_warps=4,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvrecall.cache.slot_zones import PlannedZones, SlotZones
 from kvrecall.cache.zones import ZoneLengths
-from kvrecall.core.launch import cdiv, next_power_of_2, overlapping
+from kvrecall.core.launch import cdiv, launch, next_power_of_2, overlapping
 from kvrecall.index.base import Index
 from kvrecall.index.sphere.codes import BLOCK, CENTROIDS, MIN_ALPHA, magnitude_levels, magnitude_thresholds, weight_range
 from kvrecall.index.sphere.cos_sin import SPAN
@@ -112,7 +112,7 @@ class SphereStep(IndexStep):
         codes, measured, centred = tables.codes, tables.codes.norms is not None, maps.means is not None
         pieces, parts = cdiv(dim, _ENCODED_ROWS) + measured, attention.parts
         least, most = weight_range(codes.weights.dtype, centred)
-        step_kernel[(len(pairs) * (parts + pieces),)](
+        launch(step_kernel, (len(pairs) * (parts + pieces),))(
             inputs.queries, inputs.keys, inputs.values, attention.rows, inputs.zones.rows, attention.bad, self.searches.ids,
             host.pool, host.blocks, attention.cached(inputs.now), attention.read, attention.out, attention.lse,
             maps.keys, centring.means, centring.cos, centring.sin, self._levels, self._thresholds, codes.signs,

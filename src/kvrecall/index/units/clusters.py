@@ -25,7 +25,7 @@ from kvrecall.cache.slot_zones import DeviceZones
 from kvrecall.cache.zones import ZoneLengths
 from kvrecall.core.archive import Archive
 from kvrecall.core.errors import ParameterError
-from kvrecall.core.launch import next_power_of_2
+from kvrecall.core.launch import launch, next_power_of_2
 from kvrecall.index.base import Captured, Index, IndexConfig, LayerShape
 from kvrecall.index.step import SlotSpec, SlotStep, end_arguments
 from kvrecall.index.tokens import archive_excluded
@@ -242,7 +242,7 @@ class SegmentStep(UnitStep):
         assert isinstance(inputs.zones, DeviceZones)
         args, sizes = end_arguments(self.spec, inputs)
         marks, longest = inputs.zones.marks, self.spec.longest_segment
-        segment_kernel[(len(self.plan),)](
+        launch(segment_kernel, (len(self.plan),))(
             *args.begin, self.plan, marks, *args.logs, *args.numbers, longest, marks.shape[1], args.window,
             BM=next_power_of_2(longest), T=_READ_TOKENS, FIELDS=FIELDS, **sizes,
         )  # fmt: skip

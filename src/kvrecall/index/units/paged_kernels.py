@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvrecall.cache.paged_rows import Fresh, Held, Recent, head_rows, load_part
-from kvrecall.core.launch import cdiv, next_power_of_2
+from kvrecall.core.launch import cdiv, launch, next_power_of_2
 from kvrecall.core.structs import lasting_tensors
 from kvrecall.index.base import LayerShape, PagedKernels, PagedPrompts, PagedSizes
 from kvrecall.index.units.kernels import UnitSource
@@ -111,7 +111,7 @@ class PageKernels(PagedKernels):
             own = keys[tokens]
             whole = (first + len(own)) // page - first // page
             if whole:
-                pages_kernel[(whole, heads)](
+                launch(pages_kernel, (whole, heads))(
                     Fresh(own, own, own.stride(0), 0), held, window, self.summary()[1], row, first, BLOCK=self._size, D=dim,
                     BD=next_power_of_2(dim), num_warps=4,
                 )  # fmt: skip

@@ -23,7 +23,7 @@ from torch import Tensor
 from kvrecall.cache.zones import ZoneLengths
 from kvrecall.core.archive import Archive
 from kvrecall.core.errors import UnknownNameError
-from kvrecall.core.launch import cdiv, next_power_of_2
+from kvrecall.core.launch import cdiv, launch, next_power_of_2
 from kvrecall.core.pieces import Work, chunks, run_all
 from kvrecall.index.base import PER_HEAD, Captured, Index, IndexConfig, LayerShape, PagedKernels, PagedSizes
 from kvrecall.index.step import SlotSpec, SlotStep, end_arguments
@@ -253,7 +253,7 @@ class PageStep(UnitStep):
         from kvrecall.index.units.grow import page_kernel
 
         args, sizes = end_arguments(self.spec, inputs)
-        page_kernel[(len(self.plan),)](
+        launch(page_kernel, (len(self.plan),))(
             *args.begin, self.plan, self._tails, *args.logs, *args.numbers, args.window, PAGE=self._page,
             T=next_power_of_2(self._page), SPREAD=self._config.bounds == "mean-deviation",
             POINTS=self._config.points, FIELDS=FIELDS, **sizes,

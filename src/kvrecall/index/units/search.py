@@ -13,7 +13,7 @@ import torch
 import triton.language
 from torch import Tensor
 
-from kvrecall.core.launch import cdiv, next_power_of_2, overlapping
+from kvrecall.core.launch import cdiv, launch, next_power_of_2, overlapping
 from kvrecall.index.units.kernels import UnitSource, ascend_kernel, expand_kernel, fill_kernel, score_kernel
 from kvrecall.index.units.plan import FIELDS, SCORE_STEP, UnitKind
 from kvrecall.select.kernels import lanes_at_once
@@ -107,7 +107,7 @@ class GpuUnitSearch:
         dot = self._dots(queries.dtype)
         rows = _DOT_UNITS if dot else _SUM_UNITS
         heads, group, lanes = self._heads, self._group, self._lanes
-        score_kernel[(cdiv(self.units, rows), len(source.plan) * heads)](
+        launch(score_kernel, (cdiv(self.units, rows), len(source.plan) * heads))(
             queries, source, fire, self._peak, self._mass, scaling, heads, self._parts,
             D=self._dim, BD=next_power_of_2(self._dim), G=group, LANES=lanes,
             BL=max(_DOT_LANES if dot else 1, next_power_of_2(lanes)), R=rows,
@@ -119,7 +119,7 @@ class GpuUnitSearch:
         """Keeps the units of each chunk among which those are that fill the budget. dtype: of the scored queries."""
         rows, warps = _DOT_UNITS if self._dots(dtype) else _SUM_UNITS, max(1, min(32, self._block // _UNITS_PER_WARP))
         parts = next_power_of_2(cdiv(self.units, rows))
-        fill_kernel[(self._chunks, self._pairs(source))](
+        launch(fill_kernel, (self._chunks, self._pairs(source)))(
             self._peak, self._mass, source, fire, self._keys, self._firsts, self._sizes, self._chunk_units, scaling, top_k,
             self._heads, self._length, self._parts,
             LANES=self._stored, SOFTMAX="softmax" in self.mode, MEAN=self.mode == "mean_softmax",
@@ -131,14 +131,14 @@ class GpuUnitSearch:
     def expand(self, source: UnitSource, fire: Tensor, top_k: int) -> None:
         """Selects the units that fill the budget among the kept ones, and writes their token ids."""
         grid = (cdiv(self.top_k, _TOKENS), self._pairs(source))
-        expand_kernel[grid](
+        launch(expand_kernel, grid)(
             source, fire, self._keys, self._firsts, self._sizes, self._chunk_units, self.counts,
             self.ids if self.kind.ordered else self._unordered, top_k, self._heads, self.top_k,
             T=_TOKENS, M=self._read, BC=next_power_of_2(self._chunks), CHUNKS=self._chunks, SLOTS=self._slots,
             ORDERED=self.kind.ordered, num_warps=4, **self._options,
         )  # fmt: skip
         if not self.kind.ordered:
-            ascend_kernel[grid](
+            launch(ascend_kernel, grid)(
                 fire, self.counts, self._unordered, self.ids, self._heads, self.top_k, T=_TOKENS,
                 BS=min(_COMPARED, next_power_of_2(self.top_k)), num_warps=4, **self._options,
             )  # fmt: skip

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvrecall.core import small_floats
-from kvrecall.core.launch import cdiv, next_power_of_2
+from kvrecall.core.launch import cdiv, launch, next_power_of_2
 from kvrecall.index.sphere.codes import (
     BLOCK,
     MIN_ALPHA,
@@ -382,7 +382,7 @@ def encode(
     least, most = weight_range(into.weights.dtype, centred)
     per_program = _NUMBERS // padded
     ahead = number % per_program  # tokens of the first program before `number`
-    encode_kernel[(cdiv(ahead + tokens, per_program), heads)](
+    launch(encode_kernel, (cdiv(ahead + tokens, per_program), heads))(
         keys, maps.keys, centring.means, centring.cos, centring.sin, magnitude_levels(keys.device),
         magnitude_thresholds(keys.device), into.signs, into.magnitudes, into.weights,
         into.signs if into.norms is None else into.norms, blocks, into.signs if zero_norms is None else zero_norms, number,
@@ -401,7 +401,7 @@ def count_signs(signs: Tensor, blocks: Tensor, counts: Tensor, start: int, stop:
     if start < stop:
         padded = next_power_of_2(width)
         per_program = _NUMBERS // 8 // padded
-        count_kernel[(cdiv(stop, per_program) - start // per_program, heads)](
+        launch(count_kernel, (cdiv(stop, per_program) - start // per_program, heads))(
             signs, blocks, counts, start, stop, blocks.shape[0], signs.stride(0), step,
             BLOCK=size, S=width, BS=padded, T=per_program, num_warps=4,
         )  # fmt: skip
@@ -429,7 +429,7 @@ def encode_placed(given: PlacedKeys, maps: Maps, centring: Centring, into: Codes
     blocks_of_key, padded, centred = dim // BLOCK, next_power_of_2(dim), maps.means is not None
     least, most = weight_range(into.weights.dtype, centred)
     per_program = _NUMBERS // padded
-    encode_placed_kernel[(cdiv(count, per_program), into.signs.shape[1])](
+    launch(encode_placed_kernel, (cdiv(count, per_program), into.signs.shape[1]))(
         keys, given.slots if given.places is None else given.places, given.slots, given.lengths, maps.keys, centring.means,
         centring.cos, centring.sin, magnitude_levels(keys.device), magnitude_thresholds(keys.device), into.signs,
         into.magnitudes, into.weights, into.signs if into.norms is None else into.norms, zero_norms, count, pages, head, token,

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvrecall.core.launch import INTERPRETED, capability, cdiv, next_power_of_2, overlapping
+from kvrecall.core.launch import INTERPRETED, capability, cdiv, launch, next_power_of_2, overlapping
 from kvrecall.core.small_floats import UNIT
 from kvrecall.index.sphere.codes import BLOCK, Codes, magnitude_levels
 from kvrecall.index.sphere.cos_sin import SPAN
@@ -208,7 +208,7 @@ class GpuSearch:
         rows, most = (_ROTATED_ROWS, _PROGRAMS) if self._of_one(pairs) else (_MANY_ROWS, _MANY_COLUMNS)
         together, padded, pieces = self._together(pairs), next_power_of_2(self._dim), cdiv(self._dim, rows)
         columns = min(cdiv(self._sums.shape[2], together), max(1, most // len(pairs)))
-        rotate_kernel[(len(pairs), pieces + columns)](
+        launch(rotate_kernel, (len(pairs), pieces + columns))(
             queries, maps.queries, centring.means, centring.cos, centring.sin, plan, fire, self._rotated, self._shifts,
             self._sums, self._total, tables.zero_norms, self._zeros, maps.stride, centring.between, self._heads, pairs.start,
             self._spans, maps.heads, tables.places[0], tables.zero_norms.stride(0),
@@ -218,7 +218,7 @@ class GpuSearch:
             MEAN=self.mode == "mean_q", BINS=self._bins, FIELDS=self._stride, num_warps=4, **self._options,
         )  # fmt: skip
         if self.stage1 == "collision":
-            tables_kernel[(len(pairs), self._blocks)](
+            launch(tables_kernel, (len(pairs), self._blocks))(
                 self._rotated, tables.counts, plan, fire, self._tables, self._heads, pairs.start,
                 D=self._dim, S=self._blocks, LANES=self._lanes, WORDS=self._words, L=1 if self._lanes == 1 else 4, C=64,
                 FIELDS=self._stride, TARGETS=2, TIERS=len(TIER_PERCENTILES), num_warps=8, **self._options,
@@ -263,7 +263,7 @@ class GpuSearch:
             read = gcd(width, 4)
             signs = codes.signs.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[read])
             offset, shift, top = self._scale
-            binary_kernel[grid](
+            launch(binary_kernel, grid)(
                 signs, codes.signs if codes.norms is None else codes.norms, codes.weights, tables.blocks, self._zeros,
                 excluded, self._rotated, self._shifts, self._sums, *written, PRODUCT_RMS * self._dim**0.5,
                 float(PRODUCT_RMS * self._dim), *sizes, self._spans, *places,
@@ -280,7 +280,7 @@ class GpuSearch:
             warps = _DOT_WARPS if capability(self._total.device) < _BLACKWELL else 2
             padded = max(8, next_power_of_2(width))
             offset, shift, top = self._scale
-            product_kernel[grid](
+            launch(product_kernel, grid)(
                 codes.signs, codes.signs if codes.norms is None else codes.norms, codes.weights, tables.blocks,
                 self._zeros, excluded, self._rotated, self._shifts, self._sums, *written,
                 PRODUCT_RMS * self._dim**0.5, float(PRODUCT_RMS * self._dim), *sizes, self._spans, *places,
@@ -295,7 +295,7 @@ class GpuSearch:
             return
         read = 4 if width % 4 == 0 else 1
         words = width // read
-        collision_kernel[grid](
+        launch(collision_kernel, grid)(
             codes.signs.view(torch.int32) if read == 4 else codes.signs, codes.weights, tables.blocks, self._zeros,
             excluded, self._tables, *written, *sizes, *places,
             BLOCK=size, S=width, READ=read, NW=words, BW=next_power_of_2(words), WORDS=self._words, LANES=self._lanes,
@@ -308,7 +308,7 @@ class GpuSearch:
         pairs, among = pairs or self.pairs, among or len(self.pairs)
         tile, each, tiles = self._tiling(pairs, among)
         grid, sequences = self._walk(tiles, pairs)
-        compact_kernel[grid](
+        launch(compact_kernel, grid)(
             plan, fire, self._scores.view(torch.int32), self._reach, self._total, self._ids, self._heads,
             pairs.start, len(pairs), self.tokens, tiles, self._room,
             T=tile, SUB=each, BT=next_power_of_2(tiles), FIELDS=self._stride, BINS=self._bins, SEQUENCES=sequences,
@@ -321,7 +321,7 @@ class GpuSearch:
         words = torch.int32 if unit == 4 else torch.uint8
         codes, weights = tables.codes, tables.codes.weights
         grid, sequences = self._walk(self._parts, pairs)
-        rerank_kernel[grid](
+        launch(rerank_kernel, grid)(
             codes.signs.view(words), codes.magnitudes.view(words),
             weights.view(words) if weights.dtype == torch.uint8 else weights, tables.blocks, self._levels, self._rotated, plan,
             fire, self._ids, self._estimates, self._peak, self._mass, self._shifts, scaling, self._heads,
@@ -338,7 +338,7 @@ class GpuSearch:
         left = next_power_of_2(self._chunks * self._slots)
         warps = max(4, min(32, max(self._chunk, left) // _TOP_ELEMENTS // 32))
         parts = next_power_of_2(self._parts)
-        top_kernel[(self._chunks, len(pairs))](
+        launch(top_kernel, (self._chunks, len(pairs)))(
             self._ids, self._estimates, self._peak, self._mass, plan, fire, self.ids, self.counts, self._chunk_ids,
             self._chunk_keys, self._kept, self._arrived, scaling, self.top_k, pairs.start, self._room, self._chunks,
             self._parts,
