@@ -37,6 +37,16 @@ def test_llama_8b_at_128k() -> None:
     assert not plan_vllm(LLAMA_8B, GIVEN, context_tokens=131072, batch=14, page_bytes=100 << 30).fits
 
 
+def test_rows_in_eight_bits_take_half_of_host_memory_and_window() -> None:
+    plain, eight = (
+        plan_vllm(LLAMA_8B, GIVEN, context_tokens=131072, page_bytes=100 << 30, kv_cache_dtype=dtype)
+        for dtype in ("auto", "fp8")
+    )
+    assert eight.host_bytes_per_token == plain.host_bytes_per_token // 2 and eight.host_blocks == 2 * plain.host_blocks
+    assert eight.window_page_tokens == 2 * plain.window_page_tokens and eight.block_bytes == plain.block_bytes
+    assert eight.needed_blocks == 1 + 1024 + 256 + 2 * 33
+
+
 def test_the_lesser_of_device_and_host_counts() -> None:
     device = plan_vllm(LLAMA_8B, GIVEN, context_tokens=65536, page_bytes=10 << 30)
     assert device.device_blocks == (10 << 30) // device.block_bytes < device.host_blocks
@@ -113,6 +123,7 @@ def test_memory_is_counted_once() -> None:
         ({}, {"context_tokens": 0}, "context_tokens"),
         ({}, {"ranks": 5}, "ranks.*query heads"),
         ({}, {"num_speculative_tokens": -1}, "num_speculative_tokens"),
+        ({}, {"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype: expected auto or fp8"),
         ({}, {"num_speculative_tokens": 1024}, "local_tokens: expected at least 1025, for a draft of 1024 tokens"),
     ],
 )

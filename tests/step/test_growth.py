@@ -52,17 +52,30 @@ class Machine:
 
 def test_a_pass_has_what_it_needs_when_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch)
-    machine.growth.commit(20)
+    machine.growth.hand_out(20)
     assert machine.growth.given == machine.locked[-1] == 24, "whole pieces"
-    machine.growth.commit(3)
-    machine.growth.commit(1000)
+    machine.growth.hand_out(3)
+    machine.growth.hand_out(1000)
     assert machine.growth.given == 100 and machine.told[-1] == 100 * HostBlocks.block_bytes(SHAPE, SIZE)
+
+
+def test_what_an_engine_takes_at_the_start_is_not_used_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So nothing is taken beside the first passes."""
+    machine = Machine(monkeypatch)
+    machine.growth.touch_ahead(48)
+    machine.growth.commit(48)
+    machine.growth.lock_ahead()
+    machine.growth.hand_out(10)
+    _until(lambda: not machine.growth._more.is_set())
+    machine.growth.close()
+    machine.let_all_be_taken(1)
+    assert machine.touched[-1] == machine.growth.given == 48
 
 
 def test_nothing_is_locked_before_it_may_be_and_passes_are_not_held_up(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch)
     growth = machine.growth
-    growth.commit(8)
+    growth.hand_out(8)
     machine.let_all_be_taken(1)
     assert machine.touched[-1] == 8 + 32 and growth.given == 8, "touching holds up nobody"
     growth.lock_ahead()
@@ -72,7 +85,7 @@ def test_nothing_is_locked_before_it_may_be_and_passes_are_not_held_up(monkeypat
     machine.let_all_be_taken(1)
     assert growth.given == 40, "idle"
     growth.begin_pass()
-    growth.commit(30)
+    growth.hand_out(30)
     machine.let_all_be_taken()
     assert growth.given == 48 and machine.touched[-1] == 62
 
@@ -95,10 +108,10 @@ def test_a_refusal_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     machine.let_all_be_taken(1)
     assert machine.growth.given == 25, "what there was"
     with pytest.raises(HostMemoryError):
-        machine.growth.commit(40)
+        machine.growth.hand_out(40)
     assert machine.growth.given == 25
     machine.refuses_from = 1 << 30
-    machine.growth.commit(40)
+    machine.growth.hand_out(40)
     assert machine.growth.given >= 40
 
 
@@ -110,11 +123,11 @@ def test_the_thread_works_until_it_is_closed(monkeypatch: pytest.MonkeyPatch) ->
     growth.lock_ahead()
     machine.now += 1
     _until(lambda: growth.given == 40)
-    growth.commit(40)
+    growth.hand_out(40)
     _until(lambda: growth.given >= 56)
     growth.close()
     assert not any(thread.name == "kvrecall-memory" and thread.is_alive() for thread in threading.enumerate())
-    growth.commit(90)
+    growth.hand_out(90)
     assert growth.given >= 90, "whoever needs more gets it"
 
 

@@ -21,7 +21,7 @@ class VllmOptions:
     """Options for vLLM's workers alone."""
 
     ranks: Annotated[int, typer.Option(min=1, help="Of vLLM: GPUs, by tensor parallelism.")] = 1
-    block_size: Annotated[int | None, typer.Option(help="Of vLLM: tokens per block; 1024 if left out.")] = None
+    block_size: Annotated[int | None, typer.Option(help="Of vLLM: tokens per block; 128 if left out.")] = None
     host_memory: Annotated[
         str | None, typer.Option(help='Of vLLM: for rows, such as "96GiB"; 80 % of what is free if left out.')
     ] = None
@@ -31,6 +31,7 @@ class VllmOptions:
     num_speculative_tokens: Annotated[
         int, typer.Option(min=0, help="Of vLLM: tokens of a draft, as in its --speculative-config; 0 for no drafts.")
     ] = 0
+    kv_cache_dtype: Annotated[str, typer.Option(help="Of vLLM: of keys and values; fp8 for eight bits.")] = "auto"
 
 
 @verb
@@ -78,7 +79,7 @@ def plan(
         pages = None if vllm.device_memory is None else bytes_of(vllm.device_memory, "--device-memory")
         result = memory.plan_vllm(
             config, retrieval, **shape, ranks=vllm.ranks, block_size=vllm.block_size or BLOCK_TOKENS, page_bytes=pages,
-            num_speculative_tokens=vllm.num_speculative_tokens,
+            num_speculative_tokens=vllm.num_speculative_tokens, kv_cache_dtype=vllm.kv_cache_dtype,
         ).to_dict()  # fmt: skip
         _show_vllm(model, result)
     else:
@@ -129,7 +130,8 @@ def _show(model: str, plan: Result) -> None:
 
 
 def _shape(plan: Result, each: str = "") -> str:
-    return f"{plan['layers']} layers, {plan['kv_heads']} KV heads of {plan['head_dim']}{each}, {plan['dtype']}"
+    rows = "" if plan.get("kv_cache_dtype", "auto") == "auto" else f", keys and values {plan['kv_cache_dtype']}"
+    return f"{plan['layers']} layers, {plan['kv_heads']} KV heads of {plan['head_dim']}{each}, {plan['dtype']}{rows}"
 
 
 def _per_token(plan: Result) -> str:

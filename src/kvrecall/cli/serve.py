@@ -193,7 +193,7 @@ def _host_sequences(model: str, settings: Any, flags: dict[str, Any], arguments:
     import torch
 
     from kvrecall.backends.transformers.families import context_limit
-    from kvrecall.backends.vllm.command import number_given
+    from kvrecall.backends.vllm.command import number_given, text_given
     from kvrecall.engine.memory import host_sequences
     from kvrecall.models import load_config
     from kvrecall.step.settings import BLOCK_TOKENS
@@ -211,6 +211,7 @@ def _host_sequences(model: str, settings: Any, flags: dict[str, Any], arguments:
             engines=number_given(arguments, "--data-parallel-size-local", "-dpl", "--data-parallel-size", "-dp") or 1,
             dtype=torch.float32 if "float32" in (flags["dtype"], *arguments) else torch.bfloat16,
             block_size=number_given(arguments, "--block-size") or BLOCK_TOKENS,
+            kv_cache_dtype=text_given(arguments, "--kv-cache-dtype", "auto"),
         )  # fmt: skip
     except (KVRecallError, ValueError):  # vLLM will tell what it does not serve
         return None

@@ -25,7 +25,7 @@ from kvrecall.engine.generate_args import GenerateArgs
 from kvrecall.index.base import LayerShape
 from kvrecall.methods.base import Method
 from kvrecall.step.capacity import Capacity, ahead_of, scratch_bytes
-from kvrecall.step.settings import BLOCK_TOKENS, Settings
+from kvrecall.step.settings import BLOCK_TOKENS, FP8, Settings, row_dtype_of
 
 
 @dataclass(frozen=True)
@@ -134,6 +134,7 @@ class VllmPlan:
     kv_heads: int
     head_dim: int
     dtype: str
+    kv_cache_dtype: str
     block_size: int
     host_bytes_per_token: int
     summary_bytes_per_token: float
@@ -162,14 +163,14 @@ class VllmPlan:
 def plan_vllm(
     config: PretrainedConfig, given: Mapping[str, Any], *, context_tokens: int, batch: int = 1, ranks: int = 1,
     dtype: torch.dtype = torch.bfloat16, block_size: int = BLOCK_TOKENS, page_bytes: int | None = None,
-    passes: int | None = None, num_speculative_tokens: int = 0,
+    passes: int | None = None, num_speculative_tokens: int = 0, kv_cache_dtype: str = "auto",
 ) -> VllmPlan:  # fmt: skip
     """The plan for `batch` sequences of up to `context_tokens` tokens on `ranks` GPUs by tensor parallelism.
 
     given: settings of kvrecall's backend, as in vLLM's `additional_config`. page_bytes: device memory for pages; None: 0.9 of
     this machine's GPU minus weights and scratch. passes: in flight; None: vLLM's default. num_speculative_tokens: draft tokens
-    per sequence and decode step, as in vLLM's `speculative_config`; 0: no drafts. Raises errors of `kvrecall.core.errors` for
-    unsupported settings.
+    per sequence and decode step, as in vLLM's `speculative_config`; 0: no drafts. kv_cache_dtype: vLLM's: "auto", which is
+    `dtype`, "fp8" or "fp8_e4m3". Raises errors of `kvrecall.core.errors` for unsupported settings.
     """
     drafts = num_speculative_tokens
     if drafts < 0:
@@ -181,7 +182,9 @@ def plan_vllm(
     settings.check_drafts(drafts)
     if settings.residency == "device":
         raise ParameterError("residency", "host", "device", "Rows on the device take what full attention takes: plan for that.")
-    shapes = _shapes(config, model, ranks, dtype)
+    if kv_cache_dtype not in ("auto", *FP8):
+        raise ParameterError("kv_cache_dtype", " or ".join(("auto", *FP8)), kv_cache_dtype, "Leave it out for the model's.")
+    shapes = _shapes(config, model, ranks, dtype, kv_cache_dtype)
     layers, heads = len(shapes), shapes[0].kv_heads
     capacity = Capacity.of(settings, shapes, block_size, context_tokens, passes, ranks, ahead_of(drafts))
     weights = _parameters(config) * dtype.itemsize // ranks
@@ -198,7 +201,7 @@ def plan_vllm(
     fits = blocks > rows and (device_blocks is None or device_blocks >= max(capacity.needed, 1 + held))
     return VllmPlan(
         settings.method.name, context_tokens, batch, drafts, ranks, layers, heads, model.head_dim,
-        str(dtype).removeprefix("torch."), block_size, capacity.host.block_bytes // block_size,
+        str(dtype).removeprefix("torch."), kv_cache_dtype, block_size, capacity.host.block_bytes // block_size,
         capacity.device_block_bytes / block_size, capacity.device_block_bytes,
         capacity.host.block_bytes, capacity.needed, capacity.host.limit, host_blocks, page_bytes,
         device_blocks, blocks, blocks * block_size, max(0, sequences), rows * capacity.host.block_bytes * ranks,
@@ -208,16 +211,18 @@ def plan_vllm(
 
 def host_sequences(
     config: PretrainedConfig, settings: Settings, *, context_tokens: int, ranks: int, engines: int, dtype: torch.dtype,
-    block_size: int = BLOCK_TOKENS,
+    block_size: int = BLOCK_TOKENS, kv_cache_dtype: str = "auto",
 ) -> int:  # fmt: skip
     """How many sequences of up to `context_tokens` tokens host memory holds for each of `engines` engines of `ranks` GPUs.
     Raises ParameterError as `plan_vllm`."""
-    shapes = _shapes(config, ModelSignature.of(config), ranks, dtype)
+    shapes = _shapes(config, ModelSignature.of(config), ranks, dtype, kv_cache_dtype)
     capacity = Capacity.of(settings, shapes, block_size, context_tokens, _PASSES, ranks * engines)
     return capacity.host.blocks // capacity.sequence_blocks
 
 
-def _shapes(config: PretrainedConfig, model: ModelSignature, ranks: int, dtype: torch.dtype) -> list[LayerShape]:
+def _shapes(
+    config: PretrainedConfig, model: ModelSignature, ranks: int, dtype: torch.dtype, kv_cache_dtype: str
+) -> list[LayerShape]:
     """Of the layers that kvrecall serves, on one rank."""
     layers = len(_served_layers(config))
     if not layers:
@@ -225,7 +230,8 @@ def _shapes(config: PretrainedConfig, model: ModelSignature, ranks: int, dtype: 
     if model.query_heads % ranks:
         raise ParameterError("ranks", f"a divisor of the model's {model.query_heads} query heads", ranks, "vLLM needs it.")
     heads = max(1, model.kv_heads // ranks)
-    return [LayerShape(1, model.query_heads // ranks, heads, model.head_dim, dtype, torch.device("cpu"))] * layers
+    rows, device = row_dtype_of(kv_cache_dtype), torch.device("cpu")
+    return [LayerShape(1, model.query_heads // ranks, heads, model.head_dim, dtype, device, row_dtype=rows)] * layers
 
 
 def _parameters(config: PretrainedConfig) -> int:

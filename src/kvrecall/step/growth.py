@@ -49,19 +49,23 @@ class Growth:
     def commit(self, blocks: int) -> None:
         """Returns when the first `blocks` blocks have memory. Raises HostMemoryError if the machine has too little, and
         ParameterError if the system refuses to lock it; `given` blocks have it then."""
-        self._used = max(self._used, blocks)
         while self.given < min(blocks, self._blocks):
             with self._growing:
                 if self.given < blocks:
                     self._take(min((self.given // self._plan.slab + 1) * self._plan.slab, self._blocks))
+
+    def hand_out(self, blocks: int) -> None:
+        """As `commit`, for a pass that uses these blocks; the thread keeps more ahead of them."""
+        self._used = max(self._used, blocks)
         self._more.set()
+        self.commit(blocks)
 
     def begin_pass(self) -> None:
         """The engine is at work from now on."""
         self._passed = perf_counter()
 
     def touch_ahead(self, blocks: int) -> None:
-        """Starts the thread, which only touches memory until `lock_ahead` is called: of these blocks at least."""
+        """Starts the thread, which only touches memory until `lock_ahead` is called: of these blocks, if they hold a burst."""
         self._used = max(self._used, blocks - self.burst)
         atexit.register(self.close)
         self._thread = threading.Thread(target=self._run, name="kvrecall-memory", daemon=True)

@@ -7,6 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
+
 from kvrecall.core.errors import CompositionError, ParameterError, UnknownNameError
 from kvrecall.core.launch import cdiv
 from kvrecall.index.base import IndexConfig
@@ -32,6 +34,9 @@ LOCAL_TOKENS = 1024
 WHOLE_TOKENS, WHOLE_TOKENS_BESIDE = 8192, 2048
 """Default of tokens from which on a sequence searches; and with rows on the device, where a page of the window takes the memory
 of a block's rows, too."""
+
+FP8 = ("fp8", "fp8_e4m3")
+"""vLLM's names for rows of e4m3 with a scale per layer, 1 unless the checkpoint tells another."""
 
 CHOSEN_ROWS, DENSE_ROWS = 16, 64
 """Rows per program of a step on a GPU: selected rows, doubled while there are too many parts, and other rows."""
@@ -102,6 +107,11 @@ def check_block_size(tokens: int, least: int = LEAST_BLOCK) -> None:
     """Raises ParameterError for an unsupported block size."""
     if tokens < least or tokens.bit_count() != 1:
         raise ParameterError("block_size", f"a power of two from {least} on", tokens, f"Give --block-size {BLOCK_TOKENS}.")
+
+
+def row_dtype_of(cache_dtype: str) -> torch.dtype | None:
+    """In which rows are stored, if not in the model's dtype. cache_dtype: vLLM's name of it."""
+    return torch.float8_e4m3fn if cache_dtype in FP8 else None
 
 
 def spelled(method: str) -> dict[str, Any]:

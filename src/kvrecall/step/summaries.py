@@ -13,6 +13,9 @@ from kvrecall.index.page_means import PageMeans
 from kvrecall.step.means import bytes_per_token
 from kvrecall.step.settings import LEAST_BLOCK
 
+_EIGHT_BITS = (8, 9)
+"""Least compute capability for e4m3."""
+
 
 def check_device(device: torch.device) -> None:
     """Raises ParameterError for an unsupported device."""
@@ -21,15 +24,11 @@ def check_device(device: torch.device) -> None:
         raise ParameterError("device", "a CPU, or a GPU of compute capability 8.0 on", str(device), remedy)
 
 
-def row_dtype_of(cache_dtype: str, device: torch.device) -> torch.dtype | None:
-    """In which a layer's rows are stored, if not in the model's dtype. cache_dtype: vLLM's name of it. Raises ParameterError
-    for a device that does not read it."""
-    if not cache_dtype.startswith("fp8"):
-        return None
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
-        wanted = "auto; fp8 needs a GPU of compute capability 8.9 on"
-        raise ParameterError("kv_cache_dtype", wanted, f"{cache_dtype} on {device.type}", "Leave it out.")
-    return torch.float8_e4m3fn
+def check_rows(dtype: torch.dtype | None, device: torch.device) -> None:
+    """Raises ParameterError for a device whose kernels do not read rows in this dtype; None: the model's."""
+    if dtype is not None and (device.type != "cuda" or torch.cuda.get_device_capability(device) < _EIGHT_BITS):
+        wanted = f"auto, or a GPU of compute capability {'.'.join(map(str, _EIGHT_BITS))} on"
+        raise ParameterError("kv_cache_dtype", wanted, f"fp8 on {device}", "Leave it out.")
 
 
 def scale_of(scales: Tensor) -> float:

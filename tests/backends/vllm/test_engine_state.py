@@ -26,6 +26,7 @@ from kvrecall.engine.memory import VllmPlan, plan_vllm
 from kvrecall.index.base import LayerShape
 from kvrecall.index.statistics import KeyStatistics
 from kvrecall.step.device import Pass
+from kvrecall.step.summaries import check_rows, scale_of
 
 SMALL = {"sink_tokens": 16, "local_tokens": 64, "full_attention_threshold": 0}
 METHODS: dict[str, dict[str, Any]] = {
@@ -190,7 +191,8 @@ def test_an_engine_warms_up_once_and_only_in_the_block_of_no_sequence(
     """It comes before the first prompt; what vLLM hands out then is as it was allocated."""
     made = answers(home, TWICE | {"inspected": True}, own, num_gpu_blocks_override=120)
     told = [text for text in made["start"]["log"] if "warmed up" in text]
-    assert len(told) == 1 and f"host memory for {given} blocks" in told[0] and " 4 passes" in told[0]
+    assert len(told) == 1 and " 4 passes" in told[0]
+    assert [text for text in made["start"]["log"] if f"host memory for {given} blocks" in text] if given else True
     assert made["start"]["written"] == {"pages": [0], "rows": [0], "window": [0]}
     assert not any(made["start"]["counts"].values()) and made["start"]["free"] == (given or 120) - 1
     assert tokens(made) == tokens(stock)
@@ -322,6 +324,7 @@ CONFIG = SimpleNamespace(
             "local_tokens: expected at least",
         ),
         ("cache_config", SimpleNamespace(cache_dtype="fp8"), "kv_cache_dtype=fp8"),
+        ("cache_config", SimpleNamespace(cache_dtype="auto", calculate_kv_scales=True), "calculate_kv_scales"),
         ("cache_config", SimpleNamespace(cache_dtype="auto", mamba_cache_mode="align"), "align"),
         ("model_config", SimpleNamespace(enable_sleep_mode=True), "sleep mode"),
         ("model_config", SimpleNamespace(use_mla=True), "latent attention"),
@@ -372,6 +375,29 @@ def test_the_model_s_own_dtype_may_be_named_for_the_cache(dtype: torch.dtype, na
     assert EngineState(config(named)).settings == EngineState(config("auto")).settings
     with pytest.raises(KVRecallError, match=f"stored in the model's dtype .{named}"):
         EngineState(config({"float16": "bfloat16", "bfloat16": "float16"}[named]))
+
+
+@pytest.mark.parametrize(
+    ("named", "device", "served"), [("fp8", "cuda", True), ("fp8", "cpu", False), ("fp8_e5m2", "cuda", False)]
+)
+def test_rows_in_eight_bits_need_a_gpu(named: str, device: str, served: bool) -> None:
+    parts = {"cache_config": SimpleNamespace(cache_dtype=named), "device_config": SimpleNamespace(device_type=device)}
+    config = SimpleNamespace(**(vars(CONFIG) | parts))
+    if served:
+        assert EngineState(config).settings.method.top_k
+        return
+    with pytest.raises(KVRecallError, match=f"kv_cache_dtype={named}.*on a GPU also as fp8"):
+        EngineState(config)
+
+
+def test_a_gpu_without_eight_bits_and_scales_per_head_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
+    with pytest.raises(KVRecallError, match="kv_cache_dtype: expected auto, or a GPU of compute capability 8.9 on"):
+        check_rows(torch.float8_e4m3fn, torch.device("cuda", 0))
+    check_rows(None, torch.device("cuda", 0))
+    with pytest.raises(KVRecallError, match="kv_cache_dtype: expected auto for scales per head; got 8 scales"):
+        scale_of(torch.ones(8))
+    assert scale_of(torch.tensor(0.5)) == 0.5
 
 
 @pytest.mark.parametrize(("drafts", "expected"), [(None, 1), (3, 4)])

@@ -28,7 +28,7 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from kvrecall.backends.vllm.checks import FP8, WORKER
+from kvrecall.backends.vllm.checks import WORKER
 from kvrecall.backends.vllm.engine_state import EngineState
 from kvrecall.backends.vllm.plugin import own_name
 from kvrecall.backends.vllm.whole import FlashAttention, why_not
@@ -42,8 +42,8 @@ from kvrecall.step.device import DeviceLayer, Pass
 from kvrecall.step.paged import Batch, PagedLayer
 from kvrecall.step.plan import PassPlan
 from kvrecall.step.refill import refill
-from kvrecall.step.settings import BLOCK_TOKENS, LEAST_BLOCK, check_block_size, least_block
-from kvrecall.step.summaries import check_device, row_dtype_of, scale_of, width_of
+from kvrecall.step.settings import BLOCK_TOKENS, FP8, LEAST_BLOCK, check_block_size, least_block, row_dtype_of
+from kvrecall.step.summaries import check_device, check_rows, scale_of, width_of
 from kvrecall.step.warmup import FakeMetadata, Layout, Limits, trials
 
 
@@ -193,7 +193,8 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         check_device(device)
         if not self._engine.gives_later:
             raise ParameterError("worker_cls", "kvrecall's worker, which restores windows", "another", f"Subclass {WORKER}.")
-        row_dtype, scales = row_dtype_of(self.kv_cache_dtype, device), (1.0, 1.0)
+        row_dtype, scales = row_dtype_of(self.kv_cache_dtype), (1.0, 1.0)
+        check_rows(row_dtype, device)
         if row_dtype is not None:
             scales = scale_of(own._k_scale), scale_of(own._v_scale)
         shape = LayerShape(1, self.num_heads, self.num_kv_heads, self.head_size, act_dtype, device, row_dtype=row_dtype)

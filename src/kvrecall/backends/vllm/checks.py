@@ -8,11 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from kvrecall.core.errors import CompositionError, ParameterError
-from kvrecall.step.settings import Settings
+from kvrecall.step.settings import FP8, Settings
 
 WORKER = "kvrecall.backends.vllm.worker.Worker"
-FP8 = ("fp8", "fp8_e4m3")
-"""vLLM's names for rows of e4m3 with a scale per layer, 1 unless the checkpoint tells another."""
 _DRAFTS = ("ngram", "suffix")
 """Kinds of speculation that look up drafts in the text. Each drafted token is decoded as if alone."""
 
@@ -29,12 +27,17 @@ def checked(vllm_config: Any) -> Settings:
     settings, cache = Settings.of(vllm_config.additional_config), vllm_config.cache_config
     _check_options(vllm_config)
     settings.check_drafts(drafts_of(vllm_config))
-    if getattr(getattr(vllm_config, "device_config", None), "device_type", None) == "cuda":
+    if on_gpu(vllm_config):
         settings.check_gpu()
     _check_worker(getattr(vllm_config.parallel_config, "worker_cls", WORKER))
     if getattr(cache, "user_specified_block_size", False):  # else vLLM asks the backend for a size
         settings.check_block_size(cache.block_size)
     return settings
+
+
+def on_gpu(vllm_config: Any) -> bool:
+    """Whether the engine runs on an NVIDIA GPU."""
+    return getattr(getattr(vllm_config, "device_config", None), "device_type", None) == "cuda"
 
 
 def _check_worker(chosen: str) -> None:
@@ -65,7 +68,8 @@ def _check_options(config: Any) -> None:
         ),
         "sleep mode": (getattr(model, "enable_sleep_mode", False), "it drops pages whose rows stay"),
         f"kv_cache_dtype={cache.cache_dtype}": (
-            cache.cache_dtype not in ("auto", own_dtype, *FP8), f"rows are stored in the model's dtype ({own_dtype}) or as fp8"
+            cache.cache_dtype not in ("auto", own_dtype, *(FP8 if on_gpu(config) else ())),
+            f"rows are stored in the model's dtype ({own_dtype}), on a GPU also as {' or '.join(FP8)}",
         ),
         "calculate_kv_scales": (
             getattr(cache, "calculate_kv_scales", False), "summaries are of keys that were divided by a scale"

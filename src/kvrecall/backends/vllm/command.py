@@ -71,6 +71,11 @@ def number_given(given: Sequence[str], *names: str) -> int | None:
     return int(found) if found.isdecimal() else None
 
 
+def text_given(given: Sequence[str], name: str, default: str) -> str:
+    """The last text that the user gave an option."""
+    return _last(given, name) or default
+
+
 def names_graphs(given: Sequence[str]) -> bool:
     """Whether the user's options say something about recorded graphs, or about compilation or drafts, which change them."""
     names = [_name(text) for text in given if text.startswith("--")]

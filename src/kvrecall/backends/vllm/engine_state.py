@@ -217,13 +217,13 @@ class EngineState:
                 impl.clear(ids)
 
     def commit(self, blocks: int) -> None:
-        """Gives memory to the first `blocks` blocks of all layers. If the system refuses, `refused` tells how many have it,
-        and the scheduler hears of it. Raises HostMemoryError or ParameterError at the start, and if it cannot hear."""
+        """Gives memory to the first `blocks` blocks of all layers, which are handed out. If the system refuses, `refused` tells
+        how many have it, and the scheduler hears of it. Raises HostMemoryError or ParameterError if it cannot hear."""
         growth = self._growth
         if growth is None or self.refused is not None:
             return
         try:
-            growth.commit(blocks)
+            growth.hand_out(blocks)
         except KVRecallError as error:
             if not self._ready or self._promise is None or not can_refuse(self._config):
                 raise
@@ -238,11 +238,16 @@ class EngineState:
                 self._promise.tell(taken=taken)
 
     def lock_at_start(self) -> None:
-        """Called when nothing is recorded any more, which page-locking disturbs. From now on a thread locks ahead of need."""
-        self.commit(self._at_start)
+        """Called when nothing is recorded any more, which page-locking disturbs. From now on a thread locks ahead of need.
+        Raises HostMemoryError or ParameterError."""
+        growth, begun = self._growth, perf_counter()
         self._ready = True
-        if self._growth is not None and self.shapes[0].device.type == "cuda":
-            self._growth.lock_ahead()
+        if growth is None:
+            return
+        growth.commit(self._at_start)
+        _log.info("kvrecall: host memory for %d blocks, in %.1f s more", growth.given, perf_counter() - begun)
+        if self.shapes[0].device.type == "cuda":
+            growth.lock_ahead()
 
     @property
     def _at_start(self) -> int:
@@ -336,7 +341,7 @@ class EngineState:
             self.clear([0])  # stands for what has left a sliding window
 
     def device_layer(
-        self, number: int, shape: LayerShape, params: AttentionParams, layers: int, scales: tuple[float, float]
+        self, number: int, shape: LayerShape, params: AttentionParams, layers: int, scales: tuple[float, float] = (1.0, 1.0)
     ) -> DeviceLayer:
         """A layer on a GPU, one of `layers`; layers of one shape share scratch. scales: of rows in eight bits."""
         if not self._scratch:
