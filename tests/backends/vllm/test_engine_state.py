@@ -392,7 +392,7 @@ def test_rows_in_eight_bits_need_a_gpu(named: str, device: str, served: bool) ->
 
 def test_a_gpu_without_eight_bits_and_scales_per_head_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
-    with pytest.raises(KVRecallError, match="kv_cache_dtype: expected auto, or a GPU of compute capability 8.9 on"):
+    with pytest.raises(KVRecallError, match=r"kv_cache_dtype: expected auto, or a GPU of compute capability 8\.9 on"):
         check_rows(torch.float8_e4m3fn, torch.device("cuda", 0))
     check_rows(None, torch.device("cuda", 0))
     with pytest.raises(KVRecallError, match="kv_cache_dtype: expected auto for scales per head; got 8 scales"):
