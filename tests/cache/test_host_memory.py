@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kvrecall.cache import host_memory
-from kvrecall.cache.host_memory import Region, available_host_bytes
+from kvrecall.cache.host_memory import Region, available_host_bytes, touch
 from kvrecall.core import cuda
 from kvrecall.core.cuda import staging
 from kvrecall.core.errors import HostMemoryError
@@ -77,6 +77,33 @@ def test_memory_is_registered_as_it_is_given_and_released_exactly_once(runtime: 
     del view
     gc.collect()
     assert not runtime.live and len(runtime.released) == 2
+
+
+def test_memory_that_is_touched_ahead_is_given_back_and_nothing_else(runtime: Runtime) -> None:
+    made, plain = region(1000, 100), region(1000, 100, None)
+    made.tensor[:100], plain.tensor[:100] = 1.0, 2.0
+    touch([made, plain], 500)
+    assert (made._touched, plain._touched) == (63 * mmap.PAGESIZE, 0), "without a GPU pages are given when they are used"
+    touch([made], 200)
+    assert made.tensor[:100].eq(1).all() and plain.tensor[:100].eq(2).all()
+    made.give_back()
+    assert made._touched == made._given
+    made.commit(500)
+    assert made.tensor[:100].eq(1).all() and made.tensor[104:500].eq(0).all()
+    made.tensor[100:500] = 3.0
+    made.give_back(), touch([made], 400)
+    assert made.tensor[100:500].eq(3).all()
+
+
+def test_a_refusal_gives_back_what_was_touched(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = region(1000, 100)
+    touch([made], 900)
+    monkeypatch.setattr(runtime, "cudaHostRegister", lambda *_: 2)
+    with pytest.warns(RuntimeWarning, match="expected to pin"):
+        made.commit(200)
+    assert not made.pinned and made._touched < 200 * 512
+    del made
+    gc.collect()
 
 
 def test_a_zone_and_its_forks_release_memory_with_the_last_of_them(runtime: Runtime) -> None:

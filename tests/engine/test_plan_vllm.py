@@ -47,6 +47,14 @@ def test_rows_in_eight_bits_take_half_of_host_memory_and_window() -> None:
     assert eight.needed_blocks == 1 + 1024 + 256 + 2 * 33
 
 
+def test_a_page_of_the_window_lies_in_one_block() -> None:
+    """Summaries of fp32 keys are larger than rows in eight bits."""
+    told = plan_vllm(
+        LLAMA_8B, {"method": "exact", "host_memory": "8GiB"}, context_tokens=4096, dtype=torch.float32, kv_cache_dtype="fp8"
+    )
+    assert told.block_bytes // 32 > 128 * 8 * 256 and told.window_page_tokens == told.block_size == 128
+
+
 def test_the_lesser_of_device_and_host_counts() -> None:
     device = plan_vllm(LLAMA_8B, GIVEN, context_tokens=65536, page_bytes=10 << 30)
     assert device.device_blocks == (10 << 30) // device.block_bytes < device.host_blocks

@@ -24,10 +24,10 @@ class Machine:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, blocks: int = 100, everything: bool = False) -> None:
         self.touched, self.locked, self.told = [1], [1], list[int]()
-        self.refuses_from, self.now = 1 << 30, 100.0
+        self.refuses_from, self.now, self.given_back = 1 << 30, 100.0, 0
         monkeypatch.setattr(HostBlocks, "touch", staticmethod(lambda hosts, blocks: self.touched.append(blocks)))
         monkeypatch.setattr(HostPlan, "slab", SLAB)
-        monkeypatch.setattr(HostPlan, "check", lambda plan, blocks: self.check())
+        monkeypatch.setattr(HostPlan, "check", lambda plan, blocks, ahead=False: self.check())
         monkeypatch.setattr(module, "_BURST", 32 * SIZE)
         monkeypatch.setattr(module, "perf_counter", lambda: self.now)
         self.growth = Growth(HostPlan.of([SHAPE], SIZE, 1 << 40), blocks, everything, self.told.append)
@@ -38,6 +38,9 @@ class Machine:
     def commit(self, blocks: int) -> None:
         assert self.touched[-1] >= blocks, "what is locked was touched"
         self.locked.append(blocks)
+
+    def give_back(self) -> None:
+        self.given_back += 1
 
     def check(self) -> None:
         if self.touched[-1] + SLAB > self.refuses_from:
@@ -126,9 +129,30 @@ def test_the_thread_works_until_it_is_closed(monkeypatch: pytest.MonkeyPatch) ->
     growth.hand_out(40)
     _until(lambda: growth.given >= 56)
     growth.close()
+    assert machine.given_back == 2 and machine.told[-1] == growth.given * HostBlocks.block_bytes(SHAPE, SIZE)
     assert not any(thread.name == "kvrecall-memory" and thread.is_alive() for thread in threading.enumerate())
     growth.hand_out(90)
     assert growth.given >= 90, "whoever needs more gets it"
+
+
+def test_a_thread_that_can_start_no_others_goes_on_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine = Machine(monkeypatch)
+    touched, refuse = machine.touched, [True]
+
+    def touch(hosts: object, blocks: int) -> None:
+        if refuse[0]:
+            raise RuntimeError("can't start new thread")
+        touched.append(blocks)
+
+    monkeypatch.setattr(HostBlocks, "touch", staticmethod(touch))
+    machine.growth.touch_ahead(40)
+    _until(lambda: "can't start new thread" in caplog.text)
+    refuse[0] = False
+    machine.growth.hand_out(30)
+    _until(lambda: touched[-1] == 62)
+    machine.growth.close()
 
 
 def _until(done: Any) -> None:

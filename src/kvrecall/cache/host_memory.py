@@ -130,9 +130,17 @@ class Region:
             registered = _register(slab, self._registered)
         if not registered:
             self.pinned = False
-            if fill is None and hasattr(mmap, "MADV_DONTNEED"):
-                with suppress(OSError):  # then they stay allocated
-                    self._pages.madvise(mmap.MADV_DONTNEED, start, count)  # they are still empty
+            if fill is None:
+                self.give_back(start)
+
+    def give_back(self, start: int | None = None) -> None:
+        """Gives pages back to the system that were touched and hold nothing, from byte `start` on, by default those behind the
+        pieces with memory."""
+        start = self._given if start is None else start
+        if self._touched > start and hasattr(mmap, "MADV_DONTNEED"):
+            with suppress(OSError):  # then they stay allocated
+                self._pages.madvise(mmap.MADV_DONTNEED, start, self._touched - start)
+            self._touched = start
 
 
 def touch(regions: Iterable[Region], pieces: int) -> None:

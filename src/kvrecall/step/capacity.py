@@ -29,12 +29,12 @@ _WINDOWS_SHARE = 8
 
 
 def window_page_tokens(shape: LayerShape, width: int, block_size: int) -> int:
-    """Tokens of the window per page, a power of two. A page has the size of a block's summaries. Raises ParameterError if not
-    one token fits."""
+    """Tokens of the window per page, a power of two, at most those of a block. A page has the size of a block's summaries.
+    Raises ParameterError if not one token fits."""
     page, token = block_size * shape.kv_heads * width, shape.token_bytes
     if token > page:
         raise ParameterError("block_size", f"pages of {token} bytes or more", f"{page} bytes", "Double it.")
-    return 1 << (page // token).bit_length() - 1
+    return min(block_size, 1 << (page // token).bit_length() - 1)
 
 
 def ahead_of(drafts: int) -> int:

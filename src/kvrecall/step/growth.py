@@ -7,6 +7,7 @@ waits for it. Page-locking holds up launches, by some 25 ms per GiB.
 from __future__ import annotations
 
 import atexit
+import logging
 import threading
 from collections.abc import Callable
 from time import perf_counter
@@ -15,6 +16,8 @@ from kvrecall.core.errors import KVRecallError
 from kvrecall.core.launch import cdiv
 from kvrecall.step.memory import HostPlan
 from kvrecall.step.stream import HostBlocks
+
+_log = logging.getLogger("vllm.kvrecall")
 
 _BURST = 1 << 16
 """Tokens that may come at once without waiting for host memory."""
@@ -77,17 +80,29 @@ class Growth:
         self._more.set()
 
     def close(self) -> None:
-        """Ends the thread, behind the piece that it is taking."""
+        """Ends the thread, behind the piece that it is taking, and gives back what it has prepared."""
         self._ended = True
         self._more.set()
-        if self._thread is not None:
-            atexit.unregister(self.close)
-            self._thread.join(5)
+        if self._thread is None:
+            return
+        atexit.unregister(self.close)
+        self._thread.join(5)
+        if not self._thread.is_alive():
+            for host in self.hosts:
+                host.give_back()
+            self._touched = self.given
+            self._told(self.given * self._plan.block_bytes)
 
     def _run(self) -> None:
         while not self._ended:
             self._more.clear()
-            self._more.wait(self._next())
+            try:
+                rest = self._next()
+            except RuntimeError as error:  # no thread can be started: there are too many, or the process ends
+                if threading.main_thread().is_alive() and not self._ended:
+                    _log.warning("kvrecall: host memory is not prepared ahead for now: %s", error)
+                rest = None
+            self._more.wait(rest)
 
     def _next(self) -> float | None:
         """Takes a piece, if there is one to take. Returns after how many seconds to ask again, None: when more is used."""
@@ -96,20 +111,20 @@ class Growth:
             urgent = self.given < min(self._used + self.burst // 2, self._blocks)
             try:
                 if self._locks and self.given < wanted and (urgent or perf_counter() - self._passed > _IDLE_S):
-                    self._touch(min(self.given + self._plan.slab, wanted))
+                    self._touch(min(self.given + self._plan.slab, wanted), ahead=True)
                     begun = perf_counter()
                     self._take(min(self.given + self._plan.slab, wanted))
                     return perf_counter() - begun
                 if self._touched < wanted:
-                    self._touch(min(self._touched + self._plan.slab, wanted))
+                    self._touch(min(self._touched + self._plan.slab, wanted), ahead=True)
                     return 0.0
             except KVRecallError:  # a pass that needs the memory will say so
                 return None
             return _IDLE_S if self.given < wanted else None
 
-    def _touch(self, blocks: int) -> None:
+    def _touch(self, blocks: int, ahead: bool = False) -> None:
         if blocks > self._touched:
-            self._plan.check(blocks - self._touched)
+            self._plan.check(blocks - self._touched, ahead)
             HostBlocks.touch(self.hosts, blocks)
             self._touched = blocks
             self._told(blocks * self._plan.block_bytes)

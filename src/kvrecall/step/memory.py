@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-from kvrecall.cache.host_memory import available_host_bytes
+from kvrecall.cache.host_memory import available_host_bytes, total_host_bytes
 from kvrecall.core.errors import HostMemoryError, ParameterError
 from kvrecall.index.base import LayerShape
 from kvrecall.step import promises
@@ -17,8 +17,9 @@ _SLAB_BYTES = 1 << 30
 """Bytes of all layers that are page-locked at a time: what a pass with a chunk of a prompt needs of an 8B model."""
 AT_START_BYTES = 32 << 30
 """Most bytes of all layers that are page-locked at the start, at some 0.1 s per GiB."""
-_SPARE_BYTES = 1 << 30
-"""Available memory that is left to others when memory is taken, so that the system does not have to end processes."""
+_SPARE_BYTES, _SPARE_AHEAD = 1 << 30, 8
+"""Available memory that is left to others when memory is taken, so that the system does not have to end processes. What is
+taken ahead of need leaves one of so many parts of the machine's memory: all ranks take it at the same time."""
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
@@ -61,9 +62,10 @@ class HostPlan:
         """Most blocks that are page-locked at the start."""
         return min(self.blocks, AT_START_BYTES // self.block_bytes)
 
-    def check(self, blocks: int) -> None:
-        """Raises HostMemoryError if the system has no memory for so many more blocks."""
-        need, available = blocks * self.block_bytes, max(0, available_host_bytes() - _SPARE_BYTES)
+    def check(self, blocks: int, ahead: bool = False) -> None:
+        """Raises HostMemoryError if the system has no memory for so many more blocks; ahead: of need."""
+        spare = max(_SPARE_BYTES, total_host_bytes() // _SPARE_AHEAD) if ahead else _SPARE_BYTES
+        need, available = blocks * self.block_bytes, max(0, available_host_bytes() - spare)
         if need > available:
             raise HostMemoryError(need, available, blocks * self.block_size)
 

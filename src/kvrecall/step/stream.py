@@ -40,6 +40,10 @@ class HostBlocks:
         """Prepares memory for the first `blocks` blocks of some layers: `commit` is faster then (`host_memory.touch`)."""
         touch([host._region for host in hosts], blocks)
 
+    def give_back(self) -> None:
+        """Gives prepared memory back to the system that no block has."""
+        self._region.give_back()
+
     def commit(self, blocks: int) -> None:
         """Gives memory to the first `blocks` blocks. Raises ParameterError if a GPU could not read them."""
         if self._region.missing(min(blocks, len(self.rows))):

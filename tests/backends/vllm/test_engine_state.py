@@ -20,6 +20,7 @@ from transformers import AutoConfig, Gemma3ForCausalLM, Gemma3TextConfig, LlamaC
 from kvrecall.backends.transformers.rotary import rotaries_of
 from kvrecall.backends.transformers.statistics import Source, observed
 from kvrecall.backends.vllm.engine_state import EngineState
+from kvrecall.backends.vllm.whole import why_not
 from kvrecall.core.errors import KVRecallError
 from kvrecall.core.structs import AttentionParams
 from kvrecall.engine.memory import VllmPlan, plan_vllm
@@ -398,6 +399,37 @@ def test_a_gpu_without_eight_bits_and_scales_per_head_are_refused(monkeypatch: p
     with pytest.raises(KVRecallError, match="kv_cache_dtype: expected auto for scales per head"):
         scale_of(torch.ones(8))
     assert scale_of(torch.tensor(0.5)) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("version", "dtype", "rows", "why"),
+    [
+        (3, torch.bfloat16, torch.float8_e4m3fn, ""), (3, torch.float16, None, ""), (2, torch.bfloat16, None, ""),
+        (3, torch.float16, torch.float8_e4m3fn, "reads no fp8"), (2, torch.bfloat16, torch.float8_e4m3fn, "reads no fp8"),
+    ],
+)  # fmt: skip
+def test_when_flash_attention_attends_to_windows(
+    version: int, dtype: torch.dtype, rows: torch.dtype | None, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It writes bf16 for rows in eight bits, which only its version 3 reads."""
+    from vllm.v1.attention.backends import fa_utils
+
+    monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda **_: version)
+    monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", object(), raising=False)
+    shape = LayerShape(1, 8, 2, 64, dtype, torch.device("cuda", 0), row_dtype=rows)
+    told = why_not(shape, 16)
+    assert why in told and bool(told) == bool(why)
+
+
+def test_an_engine_that_ends_takes_no_memory_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[object] = []
+    engine = EngineState(CONFIG)
+    engine._growth = SimpleNamespace(close=lambda: ended.append(engine))  # type: ignore[assignment]
+    monkeypatch.setattr("kvrecall.backends.vllm.engine_state._engine", engine)
+    EngineState.end(SimpleNamespace())
+    assert not ended, "another one"
+    EngineState.end(CONFIG)
+    assert ended == [engine]
 
 
 @pytest.mark.parametrize(("drafts", "expected"), [(None, 1), (3, 4)])

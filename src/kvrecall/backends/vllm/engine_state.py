@@ -104,10 +104,21 @@ class EngineState:
         """The state for the engine with this config, one for all layers."""
         global _engine
         if _engine is None or _engine._config is not vllm_config:
-            if _engine is not None and _engine._growth is not None:
-                _engine._growth.close()
+            if _engine is not None:
+                _engine.close()
             _engine = EngineState(vllm_config)
         return _engine
+
+    @staticmethod
+    def end(vllm_config: Any) -> None:
+        """The engine with this config ends."""
+        if _engine is not None and _engine._config is vllm_config:
+            _engine.close()
+
+    def close(self) -> None:
+        """Takes no more memory ahead."""
+        if self._growth is not None:
+            self._growth.close()
 
     @property
     def most(self) -> int:

@@ -153,8 +153,8 @@ def why_not(shape: LayerShape, page_tokens: int) -> str:
     except ImportError as error:
         return f"this vLLM has none ({error})"
     version = get_flash_attn_version(head_size=shape.head_dim)
-    if shape.row_dtype is not None and version != 3:
-        return "it reads no fp8 on this card"
+    if shape.row_dtype is not None and (version != 3 or shape.dtype != torch.bfloat16):
+        return f"it reads no fp8 on this card for a model in {shape.dtype}"
     return "" if version in (2, 3) else "this card needs a version that is not tried"
 
 

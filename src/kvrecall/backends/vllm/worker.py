@@ -144,8 +144,13 @@ class Worker(StockWorker):
             graphs.use(False)
         self._graphs = graphs
 
+    def shutdown(self) -> None:
+        EngineState.end(self.vllm_config)
+        super().shutdown()
+
     @torch.inference_mode()
     def execute_dummy_batch(self, *args: Any, **kwargs: Any) -> Any:
+        EngineState.of(self.vllm_config).begin_pass({}, {})
         self._begin([], [])
         return super().execute_dummy_batch(*args, **kwargs)
 
