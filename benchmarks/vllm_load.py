@@ -202,7 +202,7 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=12, help="requests of each client")
     parser.add_argument("--think", type=float, default=2.0, help="mean pause of a client, in seconds")
     parser.add_argument("--most", type=int, default=64, help="sequences that decode together")
-    parser.add_argument("--cache-dtype", default="auto", help="of keys and values with vLLM's own backend: fp8")
+    parser.add_argument("--cache-dtype", default="auto", help="of keys and values: fp8")
     parser.add_argument("--cache-gib", type=float, default=0, help="device memory for pages; a share of it if left out")
     parser.add_argument("--utilization", type=float, default=0.9, help="that share, with everything else in it")
     parser.add_argument("--kvrecall", default="{}", help="settings of our backend, as JSON")
