@@ -61,10 +61,10 @@ HostRows = Annotated[
 ]
 
 
-def check_plain(host_rows: Rows, where: str) -> None:
+def check_plain(host_rows: Rows, where: str, remedy: str = "Leave it out.") -> None:
     """Raises ParameterError for rows in eight bits where they are not supported. where: who holds the rows."""
     if host_rows is not Rows.PLAIN:
-        raise ParameterError("--host-rows", f"plain with {where}", host_rows.value, "Leave it out.")
+        raise ParameterError("--host-rows", f"plain with {where}", host_rows.value, remedy)
 
 
 class Engine(StrEnum):

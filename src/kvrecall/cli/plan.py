@@ -53,7 +53,7 @@ def plan(
     context_tokens = options.token_count(context)
     retrieval: Any
     if engine is Engine.VLLM:
-        options.check_plain(host_rows, "vLLM")
+        options.check_plain(host_rows, "vLLM", "Give --kv-cache-dtype fp8.")
         retrieval = {"method": method or _VLLM_METHOD, **options.settings_of(settings)}
         retrieval |= {} if vllm.host_memory is None else {"host_memory": vllm.host_memory}
     else:

@@ -60,7 +60,7 @@ def serve(
         raise ParameterError("arguments", "one MODEL, and options behind `--`", arguments[0], "See `kvrecall serve --help`.")
     tokens = None if context is None else options.token_count(context)
     if _engine(engine) is Engine.VLLM:
-        options.check_plain(host_rows, "vLLM")
+        options.check_plain(host_rows, "vLLM", "Give `-- --kv-cache-dtype fp8`.")
         for name, value, remedy in (
             ("--device", device, "vLLM takes the GPUs that CUDA_VISIBLE_DEVICES names."),
             ("--session", session, "vLLM shares prefixes of prompts by itself."),
