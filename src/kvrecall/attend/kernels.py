@@ -43,7 +43,7 @@ def store_new(p_key, p_value, p_row, p_bad, D: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def computed(b_rows, b_q):
-    """Rows as queries are: rows of e4m3 are widened. Queries of fp32 are rounded to other rows by the caller."""
+    """Rows as attention computes with them: those of e4m3 are widened to the dtype of queries b_q."""
     return b_rows.to(b_q.dtype) if b_rows.dtype == tl.float8e4nv else b_rows
 
 

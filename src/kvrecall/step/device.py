@@ -465,14 +465,14 @@ class DeviceLayer:
         from kvrecall.step.kernels import eight_bit_kernel
 
         count, heads, dim = keys.shape
-        made = [torch.empty(keys.shape, dtype=torch.uint8, device=keys.device) for _ in range(2)]
+        made = torch.empty(2, *keys.shape, dtype=torch.uint8, device=keys.device)
         tile, (key_scale, value_scale) = 1 if count <= _MANY else _STORED, self._scales
         launch(eight_bit_kernel, (cdiv(count, tile), heads))(
             Fresh(keys, values, keys.stride(0), values.stride(0)), *made, 1 / key_scale, 1 / value_scale, count, heads, D=dim,
              BD=next_power_of_2(dim), T=tile, num_warps=1 if tile == 1 else 4, **overlapping(keys.device),
         )  # fmt: skip
-        stored = (each.view(self.shape.row_dtype) for each in made)
-        return next(stored), next(stored)
+        k, v = made.view(self.shape.row_dtype)
+        return k, v
 
     def store(self, keys: Tensor, values: Tensor, batch: Pass, window: Window) -> None:
         """Keeps the tokens of the prompts of a pass: keys, values `[T, H_kv, D]`, of all its tokens."""

@@ -32,9 +32,7 @@ class Growth:
     idle, and beside passes when half of a burst's memory is used up.
     """
 
-    def __init__(
-        self, plan: HostPlan, blocks: int, everything: bool = False, told: Callable[[int], None] = lambda _: None
-    ) -> None:
+    def __init__(self, plan: HostPlan, blocks: int, everything: bool, told: Callable[[int], None]) -> None:
         """blocks: that there are. everything: whether all are to have memory as soon as possible. told: is called with the
         bytes that are taken, whenever they change."""
         self.given = 1

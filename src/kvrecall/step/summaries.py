@@ -15,6 +15,7 @@ from kvrecall.step.settings import LEAST_BLOCK
 
 _EIGHT_BITS = (8, 9)
 """Least compute capability for e4m3."""
+_OWN_DTYPE = "Give the model's own: --kv-cache-dtype bfloat16 or float16. A checkpoint may ask for fp8 itself."
 
 
 def check_device(device: torch.device) -> None:
@@ -27,15 +28,14 @@ def check_device(device: torch.device) -> None:
 def check_rows(dtype: torch.dtype | None, device: torch.device) -> None:
     """Raises ParameterError for a device whose kernels do not read rows in this dtype; None: the model's."""
     if dtype is not None and (device.type != "cuda" or torch.cuda.get_device_capability(device) < _EIGHT_BITS):
-        wanted = f"auto, or a GPU of compute capability {'.'.join(map(str, _EIGHT_BITS))} on"
-        raise ParameterError("kv_cache_dtype", wanted, f"fp8 on {device}", "Leave it out.")
+        wanted = f"the model's dtype, or a GPU of compute capability {'.'.join(map(str, _EIGHT_BITS))} on"
+        raise ParameterError("kv_cache_dtype", wanted, f"fp8 on {device}", _OWN_DTYPE)
 
 
 def scale_of(scales: Tensor) -> float:
     """The scale of a layer's keys or values in eight bits. Raises ParameterError for more than one."""
     if scales.numel() != 1:
-        remedy = "Leave it out, or serve a checkpoint with one scale per layer."
-        raise ParameterError("kv_cache_dtype", "auto for scales per head", f"{scales.numel()} scales", remedy)
+        raise ParameterError("kv_cache_dtype", "the model's dtype for scales per head", f"{scales.numel()} scales", _OWN_DTYPE)
     return float(scales)
 
 

@@ -393,10 +393,12 @@ def test_rows_in_eight_bits_need_a_gpu(named: str, device: str, served: bool) ->
 
 def test_a_gpu_without_eight_bits_and_scales_per_head_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
-    with pytest.raises(KVRecallError, match=r"kv_cache_dtype: expected auto, or a GPU of compute capability 8\.9 on"):
+    with pytest.raises(
+        KVRecallError, match=r"kv_cache_dtype: expected the model's dtype, or a GPU of compute capability 8\.9 on"
+    ):
         check_rows(torch.float8_e4m3fn, torch.device("cuda", 0))
     check_rows(None, torch.device("cuda", 0))
-    with pytest.raises(KVRecallError, match="kv_cache_dtype: expected auto for scales per head"):
+    with pytest.raises(KVRecallError, match="kv_cache_dtype: expected the model's dtype for scales per head"):
         scale_of(torch.ones(8))
     assert scale_of(torch.tensor(0.5)) == 0.5
 
