@@ -2,6 +2,7 @@
 
     python -m benchmarks.vllm_load --engine stock --clients 16 --out stock.csv
     python -m benchmarks.vllm_load --engine stock --cache-dtype fp8 --clients 16 --out fp8.csv
+    python -m benchmarks.vllm_load --engine stock --offload-gib 96 --clients 16 --out offload.csv
     python -m benchmarks.vllm_load --engine kvrecall --clients 16 --out kvrecall.csv
 
 Each client asks, waits for the whole answer, thinks, and asks again. One request in five is a question about one of ten
@@ -202,8 +203,9 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=12, help="requests of each client")
     parser.add_argument("--think", type=float, default=2.0, help="mean pause of a client, in seconds")
     parser.add_argument("--most", type=int, default=64, help="sequences that decode together")
+    parser.add_argument("--offload-gib", type=float, default=0, help="host memory for vLLM's own offloading of blocks")
     parser.add_argument("--cache-dtype", default="auto", help="of keys and values: fp8")
-    parser.add_argument("--cache-gib", type=float, default=0, help="device memory for pages; a share of it if left out")
+    parser.add_argument("--cache-gib", type=float, default=0, help="device memory for pages and rows; a share if left out")
     parser.add_argument("--utilization", type=float, default=0.9, help="that share, with everything else in it")
     parser.add_argument("--kvrecall", default="{}", help="settings of our backend, as JSON")
     parser.add_argument("--block-size", type=int, default=BLOCK_TOKENS, help="tokens of a block of our backend")
@@ -222,6 +224,7 @@ def main() -> None:
     preempted = int(sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions"))
     told = {
         f"{args.cache_dtype} keys and values": args.cache_dtype != "auto", args.kvrecall.strip("{}"): args.kvrecall != "{}",
+        f"{args.offload_gib:g} GiB of vLLM's own offloading": args.offload_gib,
         f"{args.cache_gib:g} GiB of pages": args.cache_gib, f"lengths times {args.scale:g}": args.scale != 1,
         f"embeddings at a cosine of {args.alike:g}": args.alike,
     }  # fmt: skip

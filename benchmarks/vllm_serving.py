@@ -143,6 +143,8 @@ def engine(args: argparse.Namespace, longest: int) -> Any:
     }  # fmt: skip
     if args.cache_gib:
         settings["kv_cache_memory_bytes"] = int(args.cache_gib * 2**30)
+    if args.offload_gib:
+        settings["kv_offloading_size"] = args.offload_gib
     if args.engine == "kvrecall":
         own = {"method": "pariskv-balanced", **json.loads(args.kvrecall)}
         settings |= {"attention_backend": "CUSTOM", "block_size": args.block_size, "additional_config": {"kvrecall": own}}
@@ -360,7 +362,7 @@ def main() -> None:
         "--alike", type=float, default=0, help="cosine of two tokens' embeddings: queries then turn as a text's do"
     )
     parser.add_argument("--layers", type=int, default=0, help="of the model; all if left out")
-    parser.add_argument("--cache-gib", type=float, default=0, help="device memory for pages; a share of it if left out")
+    parser.add_argument("--cache-gib", type=float, default=0, help="device memory for pages and rows; a share if left out")
     parser.add_argument("--utilization", type=float, default=0.9, help="that share, with everything else in it")
     parser.add_argument("--kvrecall", default="{}", help="settings of our backend, as JSON")
     parser.add_argument("--block-size", type=int, default=BLOCK_TOKENS, help="tokens of a block of our backend")
@@ -376,6 +378,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a model for a CPU")
     parser.add_argument("--folder", type=Path, default=Path("build/vllm"))
     parser.add_argument("--out", type=Path, required=True)
+    parser.set_defaults(offload_gib=0)
     args = parser.parse_args()
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     ones = [int(n) for n in args.one.split(",") if n]

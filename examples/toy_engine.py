@@ -22,7 +22,7 @@ from kvrecall.core.structs import AttentionParams
 from kvrecall.index.base import LayerShape
 from kvrecall.step.paged import Batch, PagedLayer
 from kvrecall.step.settings import Settings
-from kvrecall.step.stream import HostBlocks
+from kvrecall.step.stream import RowBlocks
 from kvrecall.step.summaries import width_of
 
 HEADS, KV_HEADS, DIM, LAYERS, VOCABULARY = 4, 2, 32, 2, 50
@@ -66,7 +66,7 @@ class HostWindow:
     """(6) The recent tokens of every sequence. An engine on a GPU keeps them in device memory; here they are read from the rows
     on the host, where the step has just stored them."""
 
-    def __init__(self, host: HostBlocks, batch: Batch) -> None:
+    def __init__(self, host: RowBlocks, batch: Batch) -> None:
         self._host, self._batch = host, batch
 
     def store(self, keys: Tensor, values: Tensor, tokens: slice) -> None:
@@ -89,7 +89,7 @@ class ToyEngine:
         method, params = self.settings.method, AttentionParams(DIM**-0.5)
         shape = LayerShape(1, HEADS, KV_HEADS, DIM, torch.float32, torch.device("cpu"))  # (2) the shape of each layer
         width = width_of(self.settings.index, method.estimate_config(), shape) * KV_HEADS * block_size
-        self.hosts = [HostBlocks(blocks, shape, block_size) for _ in range(LAYERS)]  # (3) memory by block: rows on the host,
+        self.hosts = [RowBlocks(blocks, shape, block_size) for _ in range(LAYERS)]  # (3) memory by block: rows on the host,
         pages = [torch.zeros(blocks, width, dtype=torch.uint8) for _ in range(LAYERS)]  # and pages for summaries
         self.layers = [PagedLayer.over(i, shape, method, params, pages[i], self.hosts[i]) for i in range(LAYERS)]
         self.free, self.users = list(range(blocks)), [0] * blocks

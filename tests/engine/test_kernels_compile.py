@@ -281,7 +281,7 @@ def test_a_step_and_prompts_over_blocks_of_vllm(
     from kvrecall.step.device import Chunk, DeviceLayer, Pass, Window
     from kvrecall.step.places import Places
     from kvrecall.step.plan import PassPlan
-    from kvrecall.step.stream import HostBlocks
+    from kvrecall.step.stream import RowBlocks
     from kvrecall.step.summaries import width_of
 
     monkeypatch.setattr("kvrecall.index.sphere.kernels.search.capability", lambda _: divmod(capability, 10))
@@ -296,7 +296,7 @@ def test_a_step_and_prompts_over_blocks_of_vllm(
     layer = DeviceLayer(0, shape, asked, index, AttentionParams(0.1), 3, 900, None, places, drafts)
     plan = PassPlan(3, 900, asked, index, 128, here, drafts, places)
     pages = torch.zeros(9, width_of(index, asked.estimate_config(), shape) * 256, dtype=torch.uint8)
-    layer.bind(pages, HostBlocks(9, shape, 128))
+    layer.bind(pages, RowBlocks(9, shape, 128))
     blocks = torch.zeros(3, 8, **ints)
     decoded = plan.fill(torch.tensor([0, 1, 2, 9], **ints), torch.tensor([800, 3, 7], **ints), blocks, 2)
     window = Window(torch.zeros(9, 2, 16, 2 * dim, dtype=shape.stored_dtype), blocks, torch.zeros(9).long())
@@ -312,7 +312,7 @@ def test_a_step_and_prompts_over_blocks_of_vllm(
 
     run()
     names = {kernel.__name__ for kernel, *_ in launches.values()}
-    own = {"plan_kernel", "store_kernel", "host_kernel", "run_kernel", "window_kernel", "paged_step_kernel", "merge_kernel"}
+    own = {"plan_kernel", "store_kernel", "held_kernel", "run_kernel", "window_kernel", "paged_step_kernel", "merge_kernel"}
     own |= {"recent_kernel", "keep_kernel", "encode_placed_kernel"}
     own |= {"mean_kernel", "page_means_kernel"} if estimate else set()
     own |= {"eight_bit_kernel"} if eight_bits else set()
@@ -346,7 +346,7 @@ def test_pages_and_tokens_over_blocks(
     from kvrecall.step.device import Chunk, DeviceLayer, Pass, Window
     from kvrecall.step.places import Places
     from kvrecall.step.plan import PassPlan
-    from kvrecall.step.stream import HostBlocks
+    from kvrecall.step.stream import RowBlocks
     from kvrecall.step.summaries import width_of
 
     asked = kvrecall.Method(top_k=70, index=index, **ZONES | {"local_tokens": 64})
@@ -356,7 +356,7 @@ def test_pages_and_tokens_over_blocks(
     places = Places(2, 300, here)
     layer = DeviceLayer(0, shape, asked, config, AttentionParams(0.1), 3, 900, None, places)
     plan = PassPlan(3, 900, asked, config, 128, here, 0, places)
-    layer.bind(torch.zeros(9, width_of(config, None, shape) * 128 * heads, dtype=torch.uint8), HostBlocks(9, shape, 128))
+    layer.bind(torch.zeros(9, width_of(config, None, shape) * 128 * heads, dtype=torch.uint8), RowBlocks(9, shape, 128))
     blocks = torch.zeros(3, 8, **ints)
     decoded = plan.fill(torch.tensor([0, 1, 2, 99], **ints), torch.tensor([800, 3, 97], **ints), blocks, 2)
     window = Window(torch.zeros(9, heads, 16, 2 * dim, dtype=dtype), blocks, torch.zeros(99).long())

@@ -24,17 +24,21 @@ GIVEN = {"method": "pariskv-balanced", "host_memory": "214GiB"}
 
 
 def test_llama_8b_at_128k() -> None:
-    """Rows of 128 KiB per token, pages of 81 + 8 bytes per token and KV head, a window of 1,024 tokens in pages of 16. Only
-    summaries have rows on the host."""
+    """Rows of 128 KiB per token, pages of 81 + 8 bytes per token and KV head, a window of 1,024 tokens in pages of 16. Rows
+    fill host memory, and two thirds of what is left on the device."""
     told = plan_vllm(LLAMA_8B, GIVEN, context_tokens=131072, batch=12, page_bytes=100 << 30)
     assert (told.host_bytes_per_token, told.summary_bytes_per_token) == (128 << 10, 89 * 8 * 32)
     assert (told.window_page_tokens, told.block_host_bytes) == (16, 16 << 20)
-    assert (told.host_blocks, told.blocks, told.admitted_tokens) == (13696, 13696, 13696 * 128)
-    assert told.host_bytes == 12 * 1024 * (16 << 20) and told.sequences == 13
+    assert (told.host_blocks, told.blocks, told.admitted_tokens) == (13696, 13696 + told.near_blocks, told.blocks * 128)
+    rows, windows = told.near_blocks * (16 << 20), told.device_blocks - told.blocks
+    assert 0 <= (100 << 30) - rows - told.device_blocks * told.block_bytes < told.block_bytes + (16 << 20)
+    left = (windows - told.device_blocks // 8) * told.block_bytes
+    assert rows + told.near_blocks * told.block_bytes == pytest.approx(2 * left, rel=0.01)
+    assert told.host_bytes == 12 * 1024 * (16 << 20) and told.sequences == (told.blocks - 1) // 1024 == 15
     assert told.device_bytes == 12 * (1024 + 65) * told.block_bytes
     assert told.needed_blocks == 1 + 1024 + 512 + 2 * 65 and told.fits, "all of a short sequence, then two windows in flight"
     assert told.weight_bytes == pytest.approx(11.87e9, rel=0.01)  # 5.93 billion numbers: the vocabulary is small
-    assert not plan_vllm(LLAMA_8B, GIVEN, context_tokens=131072, batch=14, page_bytes=100 << 30).fits
+    assert not plan_vllm(LLAMA_8B, GIVEN, context_tokens=131072, batch=16, page_bytes=100 << 30).fits
 
 
 def test_rows_in_eight_bits_take_half_of_host_memory_and_window() -> None:
@@ -64,7 +68,9 @@ def test_the_lesser_of_device_and_host_counts() -> None:
     nothing = plan_vllm(LLAMA_8B, GIVEN, context_tokens=65536)
     if not torch.cuda.is_available():
         assert nothing.device_blocks is None and nothing.blocks == nothing.host_blocks
-    assert not plan_vllm(LLAMA_8B, GIVEN | {"host_memory": "8GiB"}, context_tokens=65536, page_bytes=10 << 30).fits
+    for memory, fits in (("8GiB", True), ("1GiB", False)):  # the rest of one sequence's rows lies on the device
+        little = plan_vllm(LLAMA_8B, GIVEN | {"host_memory": memory}, context_tokens=65536, page_bytes=10 << 30)
+        assert little.fits == fits and (little.near_blocks + little.host_blocks >= 513) == fits
 
 
 def test_ranks_share_heads_and_host_memory() -> None:

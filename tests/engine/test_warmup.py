@@ -18,7 +18,7 @@ from kvrecall.methods.base import Method
 from kvrecall.step.device import DeviceLayer, Pass, Window, searched_together
 from kvrecall.step.places import Places
 from kvrecall.step.plan import PassPlan
-from kvrecall.step.stream import PLACES, STREAMED_TOKENS, HostBlocks
+from kvrecall.step.stream import PLACES, STREAMED_TOKENS, RowBlocks
 from kvrecall.step.summaries import width_of
 from kvrecall.step.warmup import FakeMetadata, Layout, Limits, Trial, trials
 from tests.index.sphere.with_statistics import Model
@@ -45,7 +45,7 @@ class Passes:
         self.plan = PassPlan(MOST, LONGEST, method, index, BLOCK, here, drafts, places)
         self.layer.bind(
             torch.zeros(3, width_of(index, method.estimate_config(), shape) * BLOCK * HEADS, dtype=torch.uint8),
-            HostBlocks(3, shape, BLOCK),
+            RowBlocks(3, shape, BLOCK),
         )
         whole = torch.empty(2, (GROUP + 2) * HEADS, DIM, dtype=torch.bfloat16)  # one product gives all three
         self.layout = Layout.of(whole.split([GROUP * HEADS, HEADS, HEADS], 1))

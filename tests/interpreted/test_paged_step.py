@@ -13,7 +13,7 @@ from kvrecall.step.device import Chunk, Pass, Run, Window
 from kvrecall.step.warmup import FakeMetadata, Layout, Limits, trials
 from tests.step import test_paged as paged
 from tests.step.on_device import MOST, PAGE, Device, stored
-from tests.step.test_paged import DIM, HEADS, SHAPE, SIZE, cut, dense, method_of, tokens
+from tests.step.test_paged import BLOCKS, DIM, HEADS, SHAPE, SIZE, cut, dense, method_of, tokens
 
 GIVEN = [
     *paged.GIVEN[:2],
@@ -62,14 +62,14 @@ def test_decoded_tokens_reach_the_host_before_they_leave_the_window() -> None:
     device = Device(GIVEN[0], top_k=512)
     local, text, first = paged.SMALL["local_tokens"], tokens(300, 1), 250
     device.feed({0: cut(text, 0, first)})
-    device.host.rows[device.tables[0][first // SIZE], :, first % SIZE :] = float("nan")
+    device.rows(device.tables[0][first // SIZE])[:, first % SIZE :] = float("nan")
     for at in range(first, 300):
         close(device.feed({0: cut(text, at, at + 1)})[0][0], dense(text, at))
-        gone = [device.host.rows[device.tables[0][p // SIZE], :, p % SIZE] for p in range(at + 2 - local)]
+        gone = [device.rows(device.tables[0][p // SIZE])[:, p % SIZE] for p in range(at + 2 - local)]
         assert torch.isfinite(torch.stack(gone)).all(), "of tokens that the next step does not find in the window"
-    assert not torch.isfinite(device.host.rows[device.tables[0][299 // SIZE], :, 299 % SIZE]).any(), "its run has not ended"
-    whole = device.host.rows[device.tables[0][: 299 // SIZE]]
-    assert torch.isfinite(whole).all(), "blocks of which other sequences may read"
+    assert not torch.isfinite(device.rows(device.tables[0][299 // SIZE])[:, 299 % SIZE]).any(), "its run has not ended"
+    whole = [device.rows(block) for block in device.tables[0][: 299 // SIZE]]
+    assert torch.isfinite(torch.stack(whole)).all(), "blocks of which other sequences may read"
 
 
 @EACH_WAY
@@ -152,7 +152,7 @@ def test_a_draft_s_tokens_get_what_each_gets_alone_whatever_is_rejected(given: d
 
 def test_a_draft_reads_what_the_last_one_read() -> None:
     """Equal queries select equal rows, so that a step reads the two or so rows that came to the zone since then."""
-    device, (q, k, v) = Device(GIVEN[0], top_k=24, drafts=3), tokens(300, 6)
+    device, (q, k, v) = Device(GIVEN[0], top_k=24, drafts=3, near=0), tokens(300, 6)
     device.feed({0: cut((q, k, v), 0, 290)})
     q[290:] = q[290]
     read = []
@@ -167,7 +167,7 @@ def test_a_draft_reads_what_the_last_one_read() -> None:
 
 def test_sequences_without_a_place_read_their_rows_again() -> None:
     """Two have one until they end; then it is free for others."""
-    texts, device = {name: tokens(150, name) for name in range(MOST)}, Device(GIVEN[0], top_k=24, cached=2)
+    texts, device = {name: tokens(150, name) for name in range(MOST)}, Device(GIVEN[0], top_k=24, cached=2, near=0)
     for name, (q, k, v) in texts.items():
         q[100:] = q[100]
         device.feed({name: cut((q, k, v), 0, 100)})
@@ -276,11 +276,19 @@ def test_a_library_s_pass_sees_what_is_not_finite() -> None:
     assert device.layer.bad[0] and device.whole_passes == 1
 
 
-def test_rows_on_the_device_give_what_rows_on_the_host_give() -> None:
-    near, far, text = Device(GIVEN[0], top_k=24, resident=True), Device(GIVEN[0], top_k=24), tokens(204, 1)
+def test_answers_do_not_depend_on_where_rows_are() -> None:
+    """Rows that are read from the host are counted, and no others are kept."""
+    middle = sorted(Device(GIVEN[0], top_k=24).free[-4:])[2]  # of the blocks that the sequence will have
+    devices, text = [Device(GIVEN[0], top_k=24, near=near) for near in (0, middle, BLOCKS)], tokens(204, 1)
     for start, stop in ((0, 130), (130, 201), (201, 202), (202, 203), (203, 204)):
-        both = [device.feed({0: cut(text, start, stop)})[0] for device in (near, far)]
-        assert torch.equal(*both)
+        first, *others = [device.feed({0: cut(text, start, stop)})[0] for device in devices]
+        assert all(torch.equal(first, other) for other in others)
+    read = [int(device.layer.read.sum()) for device in devices]
+    assert read[0] > read[1] > read[2] == 0
+    for device in devices:
+        kept = device.layer._cache._ids
+        blocks = {device.tables[0][position // SIZE] for position in kept[kept >= 0].tolist()}
+        assert all(block >= device.near for block in blocks) and bool(blocks) == (device.near < BLOCKS)
 
 
 def test_what_is_not_finite_is_seen() -> None:
@@ -298,21 +306,24 @@ def test_warming_up_changes_no_block_of_a_sequence_and_no_answer() -> None:
     device, text = Device(GIVEN[0], top_k=512, drafts=drafts), tokens(140, 3)
     limits = Limits(80, 200, 38, 16, drafts, MOST * (1 + drafts), 3)
 
+    def rows() -> Tensor:
+        return torch.stack([device.rows(block) for block in range(BLOCKS)])
+
     def warm_up() -> None:
-        before = [x.clone() for x in (device.pages, device.host.rows, device.layer_pages)]
+        before = [x.clone() for x in (device.pages, rows(), device.layer_pages)]
         for trial in trials(limits, gpu=True):
             q, k, v = Layout.contiguous(SHAPE).random(sum(trial.counts), device.on)
             told, near = (FakeMetadata.of(trial, size, limits.longest, device.on) for size in (SIZE, PAGE))
             window = Window(device.pages, near.block_table_tensor, near.slot_mapping)
             device.layer.forward(q, k, v, Pass.of(told, device.plan, SIZE, drafts), window, torch.empty_like(q))
-        for old, new in zip(before, (device.pages, device.host.rows, device.layer_pages), strict=True):
+        for old, new in zip(before, (device.pages, rows(), device.layer_pages), strict=True):
             assert torch.equal(old[1:].nan_to_num(7), new[1:].nan_to_num(7))
         forget([device.layer], [device.plan])
         assert Counts.of([device.layer], [device.plan]) == Counts()
         assert not device.layer.bad.any() and not device.layer.index.zero_norms.any()
 
     warm_up()
-    assert not device.host.rows[0].isnan().any()
+    assert not device.rows(0).isnan().any()
     device.feed({0: cut(text, 0, 130)})
     for at in range(130, 136):
         if at == 133:
@@ -366,8 +377,8 @@ def test_numbers_beyond_eight_bits_become_the_largest_and_what_is_not_finite_is_
     k[10, 0, 3], v[11, 1, 5] = 3000.0, -5000.0
     device = Device(GIVEN[0], top_k=12, scales=(1.0, 1.0))
     device.feed({0: (q, k, v)})
-    block, rows = device.tables[0][0], device.host.rows.float()
-    assert rows[block, 0, 10, 0, 3] == 448 and rows[block, 1, 11, 1, 5] == -448 and not device.layer.bad.any()
+    rows = device.rows(device.tables[0][0]).float()
+    assert rows[0, 10, 0, 3] == 448 and rows[1, 11, 1, 5] == -448 and not device.layer.bad.any()
     for bad in (float("nan"), float("inf")):
         device = Device(GIVEN[0], top_k=12, scales=(1.0, 1.0))
         k[70, 0, 3] = bad

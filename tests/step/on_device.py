@@ -17,7 +17,7 @@ from kvrecall.step.device import Chunk, DeviceLayer, Pass, Run, Window
 from kvrecall.step.places import Places
 from kvrecall.step.plan import PassPlan
 from kvrecall.step.settings import Settings, whole_below
-from kvrecall.step.stream import DeviceBlocks, HostBlocks
+from kvrecall.step.stream import RowBlocks
 from kvrecall.step.summaries import width_of
 from tests.step import test_paged as paged
 from tests.step.test_paged import BLOCKS, DIM, HEADS, PADDING, PARAMS, SHAPE, SIZE, method_of
@@ -52,12 +52,12 @@ class Device:
     """A layer, and the scheduler's part of the work. Rows of a pass are in the order that is given. library: a pass without
     searches has the attention of a library, and prompts that begin or are short. whole_passes: how many had. runs, reads:
     prompts that began and went on, which were attended to at once, and the tokens of their longest chunk. cached: most
-    sequences with a place in the row cache. scales: of rows in eight bits."""
+    sequences with a place in the row cache. scales: of rows in eight bits. near: blocks with rows in device memory."""
 
     given: dict
     top_k: int
     scales: tuple[float, float] | None = None
-    resident: bool = False
+    near: int = BLOCKS // 2
     on: torch.device = field(default_factory=lambda: torch.device("cpu"))
     drafts: int = 0
     library: bool = False
@@ -78,14 +78,14 @@ class Device:
         row_dtype = None if self.scales is None else torch.float8_e4m3fn
         statistics = paged.statistics() if index.needs_statistics else None
         shape = replace(SHAPE, device=self.on, statistics=statistics, row_dtype=row_dtype)
-        size = (0, 0) if self.resident else (self.cached, 4 * self.top_k + method.sink_tokens)
-        self.places = Places(*size, self.on)
+        self.places = Places(self.cached, 4 * self.top_k + method.sink_tokens if self.cached else 0, self.on)
         self.layer = DeviceLayer(
             3, shape, method, index, PARAMS, MOST, LONGEST, None, self.places, self.drafts, scales=self.scales or (1.0, 1.0)
         )
         self.places.cover(BLOCKS)
-        self.host = (DeviceBlocks if self.resident else HostBlocks)(BLOCKS, shape, SIZE)
-        self.host.rows.copy_(torch.full(self.host.rows.shape, float("nan")))
+        self.host = RowBlocks(BLOCKS, shape, SIZE, near=self.near)
+        for block in range(BLOCKS):
+            self.rows(block).copy_(torch.full(self.rows(block).shape, float("nan")))
         width = width_of(index, method.estimate_config(), SHAPE)
         content = width * SIZE * HEADS
         self.layer_pages = torch.full((BLOCKS, content + PADDING), 255, dtype=torch.uint8, device=self.on)[:, :content]
@@ -93,12 +93,16 @@ class Device:
         self.pages = torch.full((400, HEADS, PAGE, 2 * DIM), float("nan"), device=self.on).to(shape.stored_dtype)
         self.plan = PassPlan(MOST, LONGEST, method, index, SIZE, self.on, self.drafts, self.places)
         draw = torch.Generator().manual_seed(4)
-        self.free, self.near = torch.randperm(BLOCKS - 1, generator=draw).add(1).tolist(), list(range(1, 400))
+        self.free, self.free_pages = torch.randperm(BLOCKS - 1, generator=draw).add(1).tolist(), list(range(1, 400))
+
+    def rows(self, block: int) -> Tensor:
+        """Rows `[H_kv, SIZE, 2, D]` of a block."""
+        return self.host.run(block, 1)[0]
 
     def leave(self, name: int) -> None:
         """A sequence ends; who comes next gets its blocks."""
         self.free += self.tables.pop(name)
-        self.near += self.recent.pop(name)
+        self.free_pages += self.recent.pop(name)
         self._ended.append(str(name))
         del self.lengths[name]
 
@@ -110,7 +114,7 @@ class Device:
         for name, (q, _, _) in new.items():
             before = self.lengths.get(name, 0)
             after = self.lengths[name] = before + len(q)
-            for tables, free, size in ((self.tables, self.free, SIZE), (self.recent, self.near, PAGE)):
+            for tables, free, size in ((self.tables, self.free, SIZE), (self.recent, self.free_pages, PAGE)):
                 table = tables.setdefault(name, [])
                 while len(table) * size < after:
                     table.append(free.pop())

@@ -12,7 +12,7 @@ from kvrecall.core.errors import HostMemoryError
 from kvrecall.step import growth as module
 from kvrecall.step.growth import Growth
 from kvrecall.step.memory import HostPlan
-from kvrecall.step.stream import HostBlocks
+from kvrecall.step.stream import RowBlocks
 from tests.step.test_paged import SHAPE, SIZE
 
 SLAB = 8
@@ -25,7 +25,7 @@ class Machine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, blocks: int = 100, everything: bool = False) -> None:
         self.touched, self.locked, self.told = [1], [1], list[int]()
         self.refuses_from, self.now, self.given_back = 1 << 30, 100.0, 0
-        monkeypatch.setattr(HostBlocks, "touch", staticmethod(lambda hosts, blocks: self.touched.append(blocks)))
+        monkeypatch.setattr(RowBlocks, "touch", staticmethod(lambda hosts, blocks: self.touched.append(blocks)))
         monkeypatch.setattr(HostPlan, "slab", SLAB)
         monkeypatch.setattr(HostPlan, "check", lambda plan, blocks, ahead=False: self.check())
         monkeypatch.setattr(module, "_BURST", 32 * SIZE)
@@ -59,7 +59,7 @@ def test_a_pass_has_what_it_needs_when_it_begins(monkeypatch: pytest.MonkeyPatch
     assert machine.growth.given == machine.locked[-1] == 24, "whole pieces"
     machine.growth.hand_out(3)
     machine.growth.hand_out(1000)
-    assert machine.growth.given == 100 and machine.told[-1] == 100 * HostBlocks.block_bytes(SHAPE, SIZE)
+    assert machine.growth.given == 100 and machine.told[-1] == 100 * RowBlocks.block_bytes(SHAPE, SIZE)
 
 
 def test_what_an_engine_takes_at_the_start_is_not_used_yet(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def test_the_thread_works_until_it_is_closed(monkeypatch: pytest.MonkeyPatch) ->
     growth.hand_out(40)
     _until(lambda: growth.given >= 56)
     growth.close()
-    assert machine.given_back == 2 and machine.told[-1] == growth.given * HostBlocks.block_bytes(SHAPE, SIZE)
+    assert machine.given_back == 2 and machine.told[-1] == growth.given * RowBlocks.block_bytes(SHAPE, SIZE)
     assert not any(thread.name == "kvrecall-memory" and thread.is_alive() for thread in threading.enumerate())
     growth.hand_out(90)
     assert growth.given >= 90, "whoever needs more gets it"
@@ -146,7 +146,7 @@ def test_a_thread_that_can_start_no_others_goes_on_later(
             raise RuntimeError("can't start new thread")
         touched.append(blocks)
 
-    monkeypatch.setattr(HostBlocks, "touch", staticmethod(touch))
+    monkeypatch.setattr(RowBlocks, "touch", staticmethod(touch))
     machine.growth.touch_ahead(40)
     _until(lambda: "can't start new thread" in caplog.text)
     refuse[0] = False

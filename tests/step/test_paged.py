@@ -17,7 +17,7 @@ from kvrecall.index.statistics import KeyStatistics, LayerStatistics
 from kvrecall.layer.pipeline import decode_step, prefill_layer
 from kvrecall.layer.state import LayerState
 from kvrecall.methods.base import Method
-from kvrecall.step.paged import Batch, HostBlocks, PagedLayer
+from kvrecall.step.paged import Batch, PagedLayer, RowBlocks
 from kvrecall.step.settings import Settings, check_block_size
 from kvrecall.step.summaries import check_device, width_of
 from tests.index.sphere.with_statistics import Halves
@@ -89,7 +89,7 @@ class Bench:
         width = width_of(index, means, shape) * SIZE * HEADS
         self.whole = torch.full((BLOCKS, width + PADDING), 255, dtype=torch.uint8)
         self.pages = self.whole[:, :width]
-        self.host = HostBlocks(BLOCKS, shape, SIZE)
+        self.host = RowBlocks(BLOCKS, shape, SIZE)
         self.host.rows.fill_(float("nan"))
         shape = replace(shape, statistics=statistics())
         self.layer = PagedLayer.over(3, shape, self.method, PARAMS, self.pages, self.host)

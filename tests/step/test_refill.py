@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvrecall.step.refill import refill, unfilled
-from kvrecall.step.stream import HostBlocks
+from kvrecall.step.stream import RowBlocks
 from tests.step.test_paged import HEADS, SHAPE, SIZE
 
 PAGE, BLOCKS, PAGES = 16, [5, 2, 7], [0] * 3 + [9, 0, 4, 1, 3, 8, 2, 6, 7]
@@ -14,7 +14,7 @@ PAGE, BLOCKS, PAGES = 16, [5, 2, 7], [0] * 3 + [9, 0, 4, 1, 3, 8, 2, 6, 7]
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 1), (50, 144), (63, 64), (64, 65), (100, 192)])
 def test_pages_hold_the_rows_of_their_blocks(start: int, stop: int) -> None:
-    host = HostBlocks(8, SHAPE, SIZE)
+    host = RowBlocks(8, SHAPE, SIZE)
     host.rows.copy_(torch.randn(host.rows.shape))
     rows = torch.full((12, HEADS, PAGE, 2 * SHAPE.head_dim), float("nan"))
     places = unfilled(PAGES, BLOCKS, PAGE, SIZE, start, stop)

@@ -42,24 +42,29 @@ class CacheArguments(NamedTuple):
 @triton.jit
 def cached_rows(
     p_pool, p_table, cache, i_place, b_id, i_kv, HEADS,
-    BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, WAYS: tl.constexpr,
+    BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, WAYS: tl.constexpr, NEAR=0, FAR=0, SPLIT: tl.constexpr = False,
 ):  # fmt: skip
     """K and V `[R, BD]` of tokens b_id `[R]` (-1: none) of one KV head, and how many were read from the host.
 
-    pool `[blocks, HEADS, BLOCK, 2, D]`: the layer's rows on the host; table: the sequence's blocks, see `load_rows`. cache: a
-    `CacheArguments`. i_place: the sequence's number there, < 0: none. Without WAYS nothing is kept.
+    pool `[blocks, HEADS, BLOCK, 2, D]`: the layer's rows; table: the sequence's blocks, see `load_rows`. All blocks are on the
+    host, or with SPLIT those from number NEAR on (`core.structs.Pool`); others need no cache. cache: a `CacheArguments`.
+    i_place: the sequence's number there, < 0: none. Without WAYS nothing is kept.
 
     Several programs, of one sequence's drafts, may want the same place. A place that was read in this step is not replaced, and
     one that was replaced in this step is not read: who marks it first has it, the others read from the host.
     """
     o_d = tl.arange(0, BD)
     m_d, m_r = (o_d < D)[None, :], b_id >= 0
-    m_host = m_r
+    m_far = m_r
+    if SPLIT:
+        m_far = m_r & (tl.load(p_table + b_id // BLOCK, mask=m_r, other=0) >= NEAR)
+    m_host, m_read = m_far, m_r
     if WAYS > 0:
         # With fewer numbers than threads, a compiler may load them twice, and another program's mark may come in between.
         tl.static_assert(b_id.shape[0] * WAYS >= 128, "four warps")
         now, since = tl.load(cache.now) * 2, tl.load(cache.since + i_place, mask=i_place >= 0, other=0) * 2
         m_any, o_way = m_r & (i_place >= 0), tl.arange(0, WAYS)
+        m_cached = m_any & m_far
         o_set = (i_place.to(tl.int64) * HEADS + i_kv) * cache.SETS + tl.maximum(b_id, 0) % cache.SETS
         o_all = o_set[:, None] * WAYS + o_way[None, :]  # [R, WAYS]
         b_kept = tl.load(cache.ids + o_all, mask=m_any[:, None], other=-1)
@@ -69,10 +74,11 @@ def cached_rows(
         b_oldest = tl.min(tl.where(b_used == tl.min(b_used, 1)[:, None], o_way[None, :], WAYS), 1)
         o_place = o_set * WAYS + tl.where(m_known, b_way, b_oldest)
         b_mark = tl.where(m_known, now, now + 1)
-        b_before = tl.atomic_max(cache.used + o_place, b_mark, mask=m_any, sem="relaxed")
-        m_kept, m_keep = m_known & m_any & (b_before <= now), m_any & (b_way < 0) & (b_before < now)
-        m_host = m_r & (m_kept == 0)
-    b_k, b_v = load_rows(p_pool, p_table, b_id, m_r, m_host, i_kv, HEADS, cache.rows, BLOCK, D, BD)
+        b_before = tl.atomic_max(cache.used + o_place, b_mark, mask=m_cached, sem="relaxed")
+        m_kept, m_keep = m_known & m_cached & (b_before <= now), m_cached & (b_way < 0) & (b_before < now)
+        m_host = m_far & (m_kept == 0)
+        m_read = m_r & (m_kept == 0)
+    b_k, b_v = load_rows(p_pool, p_table, b_id, m_r, m_read, i_kv, HEADS, cache.rows, BLOCK, D, BD, NEAR, FAR)
     if WAYS > 0:
         m_kept_row, m_keep_row = m_kept[:, None] & m_d, m_keep[:, None] & m_d
         p_row = cache.rows + o_place[:, None] * (2 * D) + o_d[None, :]

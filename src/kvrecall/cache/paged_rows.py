@@ -1,6 +1,6 @@
 """Rows of the sequences of a pass over an engine's blocks, as kernels see them, in named groups.
 
-A row is in one of three places: among the tokens of the pass, in the window's pages, or on the host.
+A row is in one of three places: among the tokens of the pass, in the window's pages, or in its block.
 """
 
 from __future__ import annotations
@@ -36,9 +36,12 @@ class Recent(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Rows on the host `[blocks, HEADS, BLOCK, 2, D]`, and int32 `[·, TABLE]`, the blocks of each row of the batch."""
+    """Rows in blocks `[blocks, HEADS, BLOCK, 2, D]`, with NEAR and FAR as in `core.structs.Pool`, and int32 `[·, TABLE]`, the
+    blocks of each row of the batch."""
 
     pool: Any
+    NEAR: Any
+    FAR: Any
     table: Any
     TABLE: Any
     HEADS: Any
@@ -94,21 +97,27 @@ def load_part(rows, o_r, m_r, VALUES: tl.constexpr, BLOCK: tl.constexpr, D: tl.c
     """Keys or values `[R, BD]` of positions o_r, from where they are; rows: a `HeadRows`."""
     o_d = tl.arange(0, BD)
     m_d, SIDE = (o_d < D)[None, :], D if VALUES else 0
-    m_new, m_recent, m_host = m_r & (o_r >= rows.new), m_r & (o_r < rows.new) & (o_r >= rows.recent), m_r & (o_r < rows.new)
-    m_host = m_host & (o_r < rows.recent)
+    m_new, m_recent, m_held = m_r & (o_r >= rows.new), m_r & (o_r < rows.new) & (o_r >= rows.recent), m_r & (o_r < rows.new)
+    m_held = m_held & (o_r < rows.recent)
     o_new = tl.where(m_new, o_r - rows.new, 0).to(tl.int64)
     p_new = rows.v + (o_new * rows.V_TOKEN)[:, None] if VALUES else rows.k + (o_new * rows.K_TOKEN)[:, None]
     b_row = tl.load(p_new + o_d[None, :], mask=m_new[:, None] & m_d, other=0.0)
     p_here = rows.window.rows + window_place(rows.window, rows.pages, o_r, rows.i_kv, m_recent)[:, None] + SIDE + o_d[None, :]
     b_row = tl.where(m_recent[:, None], tl.load(p_here, mask=m_recent[:, None] & m_d, other=0.0), b_row)
-    o_host = row_offset(rows.blocks, o_r, m_host, rows.i_kv, rows.held.HEADS, BLOCK, D)
-    p_host = rows.held.pool + o_host[:, None] + SIDE + o_d[None, :]
-    return tl.where(m_host[:, None], tl.load(p_host, mask=m_host[:, None] & m_d, other=0.0), b_row)
+    p_held = rows.held.pool + held_offset(rows, o_r, m_held, BLOCK, D)[:, None] + SIDE + o_d[None, :]
+    return tl.where(m_held[:, None], tl.load(p_held, mask=m_held[:, None] & m_d, other=0.0), b_row)
+
+
+@triton.jit
+def held_offset(rows, o_r, m_r, BLOCK: tl.constexpr, D: tl.constexpr):
+    """`row_offset` of positions o_r in the blocks of a `HeadRows`."""
+    held = rows.held
+    return row_offset(rows.blocks, o_r, m_r, rows.i_kv, held.HEADS, BLOCK, D, NEAR=held.NEAR, FAR=held.FAR)
 
 
 @triton.jit
 def run_start(position, PHASE, EVERY, BLOCK: tl.constexpr):
-    """The first position of the run of `position`: rows go to the host in runs of at most EVERY, which end at blocks, too.
+    """The first position of the run of `position`: rows go to blocks in runs of at most EVERY, which end at blocks, too.
 
     EVERY is a power of two. PHASE shifts the ends of runs, so that not all layers write in the same step.
     """
@@ -117,7 +126,7 @@ def run_start(position, PHASE, EVERY, BLOCK: tl.constexpr):
 
 @triton.jit
 def store_run(rows, start, stop, BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, W: tl.constexpr):
-    """Copies the rows of positions start .. stop - 1, all in one block and none on the host, to the host; W at a time. rows: a
+    """Copies the rows of positions start .. stop - 1, all in one block and none stored there yet, to it; W at a time. rows: a
     `HeadRows`."""
     o_d = tl.arange(0, 2 * BD)  # a row, key and value
     for i in range(start, stop, W):
@@ -129,5 +138,5 @@ def store_run(rows, start, stop, BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.co
         o_recent = window_place(rows.window, rows.pages, o_r, rows.i_kv, m_r & (o_r < rows.new))
         p_row = tl.where((o_r >= rows.new)[:, None], p_new, rows.window.rows + o_recent[:, None]) + o_d[None, :]
         m_row = m_r[:, None] & (o_d < 2 * D)[None, :]
-        o_host = row_offset(rows.blocks, o_r, m_r, rows.i_kv, rows.held.HEADS, BLOCK, D)
-        tl.store(rows.held.pool + o_host[:, None] + o_d[None, :], tl.load(p_row, mask=m_row), mask=m_row)
+        o_held = held_offset(rows, o_r, m_r, BLOCK, D)
+        tl.store(rows.held.pool + o_held[:, None] + o_d[None, :], tl.load(p_row, mask=m_row), mask=m_row)

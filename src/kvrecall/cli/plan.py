@@ -101,7 +101,8 @@ def _show_vllm(model: str, plan: Result) -> None:
     table.add_row("scratch", f"{size(plan['scratch_bytes'])} on the device{each}")
     host = f"host: {plan['host_blocks']:,} in {size(plan['host_limit'])}{each}"
     blocks = plan["device_blocks"]
-    device = "device: no GPU here to ask" if blocks is None else f"device: {blocks:,} in {size(plan['page_bytes'])}"
+    near = f", {plan['near_blocks']:,} of them with rows"
+    device = "device: no GPU here to ask" if blocks is None else f"device: {blocks:,}{near} in {size(plan['page_bytes'])}"
     table.add_row("blocks", f"{plan['blocks']:,} of {plan['block_size']:,} tokens ({host}; {device})")
     table.add_row("admitted", f"{plan['admitted_tokens']:,} tokens, {plan['sequences']:,} such sequences at once")
     table.add_row("fits", f"{'yes;' if plan['fits'] else 'NO:'} {plan['needed_blocks']:,} blocks are the least")

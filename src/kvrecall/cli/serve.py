@@ -203,7 +203,7 @@ def _host_sequences(model: str, settings: Any, flags: dict[str, Any], arguments:
     except KVRecallError:
         return None
     tokens = number_given(arguments, "--max-model-len") or flags["max-model-len"] or context_limit(config)
-    if tokens is None or settings.residency == "device":
+    if tokens is None or settings.host_memory == 0:
         return None
     try:
         return host_sequences(

@@ -149,6 +149,18 @@ class Estimated(Protocol):
         ...
 
 
+class Pool(NamedTuple):
+    """Rows of all blocks of a layer, for kernels.
+
+    rows: `[·, H_kv, block_size, 2, D]`, contiguous, from block 0 on. Those of blocks from number NEAR on may lie in other
+    memory, FAR elements behind where they would be: the first blocks on the device, the others on the host.
+    """
+
+    rows: Tensor
+    NEAR: int = 0
+    FAR: int = 0
+
+
 @dataclass(frozen=True)
 class HostTable:
     """Addresses of the retrieval-zone rows of some sequences in one layer.

@@ -52,17 +52,26 @@ THREADS = tl.constexpr(128)
 
 
 @triton.jit
-def row_offset(p_table, b_id, m_id, i_kv, HEADS, BLOCK: tl.constexpr, D: tl.constexpr, SCALES: tl.constexpr = 0):
+def row_offset(
+    p_table, b_id, m_id, i_kv, HEADS, BLOCK: tl.constexpr, D: tl.constexpr, SCALES: tl.constexpr = 0, NEAR=0, FAR=0
+):  # fmt: skip
     """Offsets in elements, int64, of the rows `[2, D]` of tokens b_id >= 0 of one KV head.
 
     table int32 `[W]`: the blocks of the sequence, `[HEADS, BLOCK, 2, D]` each, with SCALES more elements per row behind them;
-    see `core.structs.HostTable`. m_id: mask; the other entries get the offset of some row of the layer.
+    see `core.structs.HostTable`. m_id: mask; the other entries get the offset of some row of the layer. NEAR, FAR: see
+    `core.structs.Pool`.
     """
     b_block = tl.load(p_table + b_id // BLOCK, mask=m_id, other=0).to(tl.int64)
     b_offset = ((b_block * HEADS + i_kv) * BLOCK + tl.where(m_id, b_id % BLOCK, 0)) * (2 * D)
     if SCALES > 0:
         b_offset += b_block * HEADS * (BLOCK * SCALES)
-    return b_offset
+    return b_offset + far_offset(b_block, NEAR, FAR)
+
+
+@triton.jit
+def far_offset(b_block, NEAR, FAR):
+    """What is added to the offset of a row of a block; see `core.structs.Pool`."""
+    return tl.where(b_block >= NEAR, FAR, 0)
 
 
 @triton.jit
@@ -82,10 +91,13 @@ def widened(b_code):
 
 
 @triton.jit
-def load_rows(p_pool, p_table, b_id, m_id, m_read, i_kv, HEADS, p_like, BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+def load_rows(
+    p_pool, p_table, b_id, m_id, m_read, i_kv, HEADS, p_like, BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, NEAR=0,
+    FAR=0,
+):  # fmt: skip
     """K and V `[R, BD]`, in the dtype of p_like, of tokens b_id `[R]` of one KV head; 0 where not m_read.
 
-    pool `[blocks, HEADS, BLOCK, 2, D]`; table, m_id: see `row_offset`. m_read `[R]`: entries whose rows are read.
+    pool `[blocks, HEADS, BLOCK, 2, D]`; table, m_id, NEAR, FAR: see `row_offset`. m_read `[R]`: entries whose rows are read.
     """
     R: tl.constexpr = b_id.shape[0]
     o_d = tl.arange(0, BD)
@@ -102,7 +114,7 @@ def load_rows(p_pool, p_table, b_id, m_id, m_read, i_kv, HEADS, p_like, BLOCK: t
         b_k = (widened(b_key) * b_key_scale[:, None]).to(p_like.dtype.element_ty)
         b_v = (widened(b_value) * b_value_scale[:, None]).to(p_like.dtype.element_ty)
     else:
-        p_row = p_pool + row_offset(p_table, b_id, m_id, i_kv, HEADS, BLOCK, D)[:, None] + o_d[None, :]
+        p_row = p_pool + row_offset(p_table, b_id, m_id, i_kv, HEADS, BLOCK, D, 0, NEAR, FAR)[:, None] + o_d[None, :]
         b_k = tl.load(p_row, mask=m_row, other=0.0)
         b_v = tl.load(p_row + D, mask=m_row, other=0.0)
     return b_k, b_v

@@ -24,7 +24,7 @@ from kvrecall.core.launch import cdiv
 from kvrecall.engine.generate_args import GenerateArgs
 from kvrecall.index.base import LayerShape
 from kvrecall.methods.base import Method
-from kvrecall.step.capacity import Capacity, ahead_of, scratch_bytes
+from kvrecall.step.capacity import Capacity, Division, ahead_of, scratch_bytes
 from kvrecall.step.settings import BLOCK_TOKENS, FP8, Settings, row_dtype_of
 
 
@@ -119,10 +119,11 @@ _PASSES, _PASSES_WITH_DRAFTS = 2, 1
 class VllmPlan:
     """Bytes and blocks of one rank. `*_per_token` sum over its layers and KV heads.
 
-    page_bytes: device memory for pages, after weights and scratch; without the memory of vLLM's own passes. None without a GPU
-    and without a given value. device_blocks: that it holds, the windows' too. blocks: those of them whose rows have room on the
-    host. needed_blocks: for one sequence of the context with its window; an engine with fewer does not start. sequences: of
-    this context that can decode together. host_bytes, device_bytes: of `batch` such sequences; host_bytes for all ranks.
+    page_bytes: device memory for pages and rows, after weights and scratch; without the memory of vLLM's own passes. None
+    without a GPU and without a given value. device_blocks: that it holds, the windows' too. blocks: those of them whose rows
+    have room: of near_blocks in device memory, of the others in host memory. needed_blocks: for one sequence of the context
+    with its window; an engine with fewer does not start. sequences: of this context that can decode together. device_bytes: of
+    pages of `batch` such sequences. host_bytes: of their rows, for all ranks, if none lie in device memory.
     """
 
     method: str
@@ -145,6 +146,7 @@ class VllmPlan:
     host_blocks: int
     page_bytes: int | None
     device_blocks: int | None
+    near_blocks: int
     blocks: int
     admitted_tokens: int
     sequences: int
@@ -167,10 +169,10 @@ def plan_vllm(
 ) -> VllmPlan:  # fmt: skip
     """The plan for `batch` sequences of up to `context_tokens` tokens on `ranks` GPUs by tensor parallelism.
 
-    given: settings of kvrecall's backend, as in vLLM's `additional_config`. page_bytes: device memory for pages; None: 0.9 of
-    this machine's GPU minus weights and scratch. passes: in flight; None: vLLM's default. num_speculative_tokens: draft tokens
-    per sequence and decode step, as in vLLM's `speculative_config`; 0: no drafts. kv_cache_dtype: vLLM's: "auto", which is
-    `dtype`, "fp8" or "fp8_e4m3". Raises errors of `kvrecall.core.errors` for unsupported settings.
+    given: settings of kvrecall's backend, as in vLLM's `additional_config`. page_bytes: device memory for pages and rows; None:
+    0.9 of this machine's GPU minus weights and scratch. passes: in flight; None: vLLM's default. num_speculative_tokens: draft
+    tokens per sequence and decode step, as in vLLM's `speculative_config`; 0: no drafts. kv_cache_dtype: vLLM's: "auto", which
+    is `dtype`, "fp8" or "fp8_e4m3". Raises errors of `kvrecall.core.errors` for unsupported settings.
     """
     drafts = num_speculative_tokens
     if drafts < 0:
@@ -180,8 +182,6 @@ def plan_vllm(
     _check_counts(context_tokens=context_tokens, batch=batch, ranks=ranks)
     settings, model = Settings.of({"kvrecall": dict(given)}), ModelSignature.of(config)
     settings.check_drafts(drafts)
-    if settings.residency == "device":
-        raise ParameterError("residency", "host", "device", "Rows on the device take what full attention takes: plan for that.")
     if kv_cache_dtype not in ("auto", *FP8):
         raise ParameterError("kv_cache_dtype", " or ".join(("auto", *FP8)), kv_cache_dtype, "Leave it out for the model's.")
     shapes = _shapes(config, model, ranks, dtype, kv_cache_dtype)
@@ -194,8 +194,9 @@ def plan_vllm(
     if here is not None:
         page_bytes = max(0, memory - weights - scratch)
     host_blocks = capacity.host.blocks
-    device_blocks = None if page_bytes is None else page_bytes // capacity.device_block_bytes
-    blocks = host_blocks if device_blocks is None else capacity.with_rows(device_blocks)
+    device_blocks = None if page_bytes is None else capacity.most(page_bytes)
+    division = Division(0, host_blocks) if device_blocks is None else capacity.divided(device_blocks)
+    blocks = max(0, division.rows)
     rows, held = batch * capacity.sequence_blocks, batch * (capacity.sequence_blocks + capacity.steady_blocks)
     sequences = (blocks - 1) // capacity.sequence_blocks if device_blocks is None else capacity.sequences(device_blocks)
     fits = blocks > rows and (device_blocks is None or device_blocks >= max(capacity.needed, 1 + held))
@@ -204,7 +205,7 @@ def plan_vllm(
         str(dtype).removeprefix("torch."), kv_cache_dtype, block_size, capacity.host.block_bytes // block_size,
         capacity.device_block_bytes / block_size, capacity.device_block_bytes,
         capacity.host.block_bytes, capacity.needed, capacity.host.limit, host_blocks, page_bytes,
-        device_blocks, blocks, blocks * block_size, max(0, sequences), rows * capacity.host.block_bytes * ranks,
+        device_blocks, division.near, blocks, blocks * block_size, max(0, sequences), rows * capacity.host.block_bytes * ranks,
         held * capacity.device_block_bytes, scratch, weights, capacity.page_tokens, fits,
     )  # fmt: skip
 

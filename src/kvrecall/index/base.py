@@ -17,7 +17,7 @@ from kvrecall.core.archive import Archive
 from kvrecall.core.errors import ParameterError, SessionError
 from kvrecall.core.fp8 import host_row_bytes
 from kvrecall.core.pieces import Work
-from kvrecall.core.structs import Budget, Selection
+from kvrecall.core.structs import Budget, Pool, Selection
 from kvrecall.index.statistics import LayerStatistics
 from kvrecall.parts import Part
 from kvrecall.select.gqa import GQA_MODES, check_mode
@@ -242,7 +242,7 @@ class PagedKernels(ABC):
     temporary_bytes: int = 0
 
     @abstractmethod
-    def bind(self, pages: Tensor, rows: Tensor) -> None:
+    def bind(self, pages: Tensor, pool: Pool) -> None:
         """As `PagedIndex.bind`. Rows of the window may not be there yet."""
 
     def take_statistics(self, shape: LayerShape) -> None:  # noqa: B027 - optional: few depend on statistics
@@ -253,7 +253,7 @@ class PagedKernels(ABC):
 
     @abstractmethod
     def store(self, keys: Tensor, prompts: PagedPrompts) -> None:
-        """Writes the summaries of keys `[n, H_kv, D]` of prompts. Earlier rows are on the host."""
+        """Writes the summaries of keys `[n, H_kv, D]` of prompts. Earlier rows are in blocks."""
 
     def store_recent(self, window: Any, places: Tensor, slots: Tensor, lengths: Tensor) -> bool:
         """Writes the summaries of decoded tokens that the window has, instead of `summary`; returns whether it did. window:

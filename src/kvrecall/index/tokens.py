@@ -24,7 +24,7 @@ from kvrecall.core.archive import Archive
 from kvrecall.core.fp8 import as_stored
 from kvrecall.core.launch import cdiv, launch, next_power_of_2
 from kvrecall.core.per_sequence import PerSequence
-from kvrecall.core.structs import Budget, Selection
+from kvrecall.core.structs import Budget, Pool, Selection
 from kvrecall.index.base import (
     PER_HEAD,
     Captured,
@@ -243,8 +243,8 @@ class TokenKernels(PagedKernels):
         else:
             self.ids = like.ids
 
-    def bind(self, pages: Tensor, rows: Tensor) -> None:
-        self._size = rows.shape[2]
+    def bind(self, pages: Tensor, pool: Pool) -> None:
+        self._size = pool.rows.shape[2]
         self._tables = tables_in(pages, self._config, self._shape, self._size)
 
     def store(self, keys: Tensor, prompts: PagedPrompts) -> None:

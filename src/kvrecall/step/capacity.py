@@ -5,7 +5,8 @@ All numbers are for one rank, with its share of the KV heads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -63,22 +64,44 @@ def needed_blocks(specs: Iterable[Any], config: Any, tokens: int | None = None) 
     return needed
 
 
-def summary_blocks(blocks: int, host_blocks: int, needed: int, window: int) -> int:
-    """How many of an engine's first blocks summaries may take: those with rows on the host. Only windows take the others: an
-    eighth at least, so that short sequences seldom take blocks for which host memory would be page-locked.
+@dataclass(frozen=True)
+class Division:
+    """What blocks hold besides windows, by their numbers. Rows of the first `near` blocks lie in device memory, those of the
+    next ones, up to number `rows`, in host memory; only windows take the others."""
 
-    needed, window: blocks of one sequence of the longest length without its window, with the one that vLLM reserves, and of
-    its window."""
-    return min(host_blocks, blocks - max(window, min(blocks // _WINDOWS_SHARE, blocks - needed)))
+    near: int
+    rows: int
+
+    @staticmethod
+    def of(blocks: int, host_blocks: int, needed: int, window: int, page_bytes: int, row_bytes: int) -> Division:
+        """Of `blocks` blocks on the device, if host memory holds rows of `host_blocks`. Windows alone have an eighth at least,
+        so that short sequences seldom take blocks for which host memory would be page-locked. Of the memory that is left then,
+        windows get a third, and rows the rest.
+
+        needed, window: blocks of one sequence of the longest length without its window, with the one that vLLM reserves, and
+        of its window. page_bytes, row_bytes: of a block of one layer, its page and its rows."""
+        least = max(window, min(blocks // _WINDOWS_SHARE, blocks - needed))
+        left = blocks - least - host_blocks
+        near = max(left * 2 * page_bytes // (3 * page_bytes + row_bytes), min(left, needed - host_blocks), 0)
+        return Division(near, min(blocks - least, near + host_blocks))
+
+    @staticmethod
+    def among(specs: Sequence[Any], config: Any, blocks: int) -> Division:
+        """The same for `blocks` blocks of the cache groups with these specs; all have rows in host memory where no window's
+        spec tells how many."""
+        windows = [spec for spec in specs if getattr(spec, "host_blocks", None) is not None]
+        if not windows:
+            return Division(0, blocks)
+        spec, own = windows[0], needed_blocks(windows, config) - 1
+        needed = needed_blocks(specs, config) - own
+        return Division.of(blocks, spec.host_blocks, needed, own, spec.page_size_bytes, spec.row_bytes)
 
 
-def summary_blocks_of(specs: Sequence[Any], config: Any, blocks: int) -> int:
-    """The same for `blocks` blocks of the cache groups with these specs; all where no window's spec tells the host's."""
-    windows = [spec for spec in specs if getattr(spec, "host_blocks", 0)]
-    if not windows:
-        return blocks
-    own = needed_blocks(windows, config) - 1
-    return summary_blocks(blocks, windows[0].host_blocks, needed_blocks(specs, config) - own, own)
+def most_blocks(available: int, page_bytes: int, row_bytes: int, divided: Callable[[int], Division]) -> int:
+    """How many blocks fit into `available` bytes of device memory, with the rows that lie there. page_bytes, row_bytes: of a
+    block of all layers. divided: how so many blocks are divided."""
+    counts = range(available // page_bytes + 1)
+    return bisect_right(counts, available, key=lambda blocks: blocks * page_bytes + divided(blocks).near * row_bytes) - 1
 
 
 @dataclass(frozen=True)
@@ -119,13 +142,18 @@ class Capacity:
         """Blocks for one sequence of the longest length, and one that vLLM reserves."""
         return 1 + self.sequence_blocks + self.window_blocks
 
-    def with_rows(self, blocks: int) -> int:
-        """How many of `blocks` blocks have rows on the host."""
-        return max(0, summary_blocks(blocks, self.host.blocks, 1 + self.sequence_blocks, self.window_blocks))
+    def divided(self, blocks: int) -> Division:
+        """What so many blocks on the device hold."""
+        sizes = self.device_block_bytes, self.host.block_bytes
+        return Division.of(blocks, self.host.blocks, 1 + self.sequence_blocks, self.window_blocks, *sizes)
+
+    def most(self, device_bytes: int) -> int:
+        """How many blocks fit into so many bytes on the device."""
+        return most_blocks(device_bytes, self.device_block_bytes, self.host.block_bytes, self.divided)
 
     def sequences(self, blocks: int) -> int:
         """How many decoding sequences of the longest length fit into `blocks` blocks."""
-        by_rows = max(0, self.with_rows(blocks) - 1) // self.sequence_blocks
+        by_rows = max(0, self.divided(blocks).rows - 1) // self.sequence_blocks
         return min(by_rows, max(0, blocks - 1) // (self.sequence_blocks + self.steady_blocks))
 
 
@@ -141,7 +169,8 @@ def scratch_bytes(
     shape = shapes[0]
     heads, dim, params, meta = shape.kv_heads, shape.head_dim, AttentionParams(shape.head_dim**-0.5), torch.device("meta")
 
-    places = Places(*size_of(settings.method, shape, len(shapes), most, device_bytes), meta)
+    kept = size_of(settings.method, shape, len(shapes), most, device_bytes) if settings.host_memory != 0 else (0, 0)
+    places = Places(*kept, meta)
 
     def layer(number: int, scratch: Scratch | None = None) -> DeviceLayer:
         own = LayerStatistics(NoRotary(dim), KeyStatistics.nothing(heads, dim))  # maps of its own

@@ -34,7 +34,7 @@ from kvrecall.step.paged import Refill
 from kvrecall.step.places import Places
 from kvrecall.step.plan import ROW, PassPlan
 from kvrecall.step.settings import DENSE_ROWS, MOST_PARTS, Parts, whole_below
-from kvrecall.step.stream import HostBlocks, Stream
+from kvrecall.step.stream import RowBlocks, Stream
 
 _STORED, _WRITERS = 16, 32
 """Tokens of prompts per program, and most programs that write them to the host: enough for the bus, and they leave the
@@ -310,10 +310,10 @@ class DeviceLayer:
         for own in (self.read, self.bad):
             own.zero_()
 
-    def bind(self, pages: Tensor, host: HostBlocks) -> None:
+    def bind(self, pages: Tensor, host: RowBlocks) -> None:
         """Uses these pages, uint8 `[blocks, block_bytes]`, and rows."""
-        self.index.bind(pages, host.rows)
-        self._host, means = host, self.scratch.means
+        self._host, self._pool, means = host, host.pool, self.scratch.means
+        self.index.bind(pages, self._pool)
         start = self._config.paged_bytes(self.shape, host.block_size)
         self._means = None if means is None else means_in(pages, start, means, self.shape, host.block_size)
 
@@ -339,10 +339,10 @@ class DeviceLayer:
             merge_step(q.unsqueeze(2), parts, lse, self._params.sink_logits, into=out[own])
 
     def _rows(self, batch: Pass, window: Window) -> tuple[Any, Any]:
-        """Rows on the host and in the window, for kernels."""
+        """Rows in blocks and in the window, for kernels."""
         from kvrecall.cache.paged_rows import Held, Recent
 
-        held = Held(self._host.rows, batch.blocks, batch.blocks.stride(0), self.shape.kv_heads)
+        held = Held(*self._pool, batch.blocks, batch.blocks.stride(0), self.shape.kv_heads)
         return held, Recent(window.rows, window.blocks, window.blocks.stride(0), *window.places)
 
     def _plan(self, plan: PassPlan, own: slice) -> Any:
@@ -477,7 +477,7 @@ class DeviceLayer:
     def store(self, keys: Tensor, values: Tensor, batch: Pass, window: Window) -> None:
         """Keeps the tokens of the prompts of a pass: keys, values `[T, H_kv, D]`, of all its tokens."""
         from kvrecall.cache.paged_rows import Fresh
-        from kvrecall.step.kernels import host_kernel, mean_kernel, run_kernel, store_kernel
+        from kvrecall.step.kernels import held_kernel, mean_kernel, run_kernel, store_kernel
 
         if not batch.chunks:
             return
@@ -485,14 +485,14 @@ class DeviceLayer:
         strides, (held, recent), means = (keys.stride(0), values.stride(0)), self._rows(batch, window), self._page_means()
         sizes: dict[str, int] = {"BLOCK": self._host.block_size, "D": dim, "BD": next_power_of_2(dim), "num_warps": 4}
         count, here = last - first, {name: size for name, size in sizes.items() if name != "BLOCK"}
-        staged = torch.empty(heads, count, 2, dim, dtype=self._host.rows.dtype, device=keys.device)
+        staged = torch.empty(heads, count, 2, dim, dtype=self._pool.rows.dtype, device=keys.device)
         launch(store_kernel, (cdiv(count, _STORED), heads))(
             Fresh(keys[first:last], values[first:last], *strides), batch.slots[first:], window.slots[first:], staged, recent,
             self.bad, count, heads, T=_STORED, **here,
         )  # fmt: skip
         tiles, chunks = heads * cdiv(count, _STORED), batch.prompts.told
         with self.aside.launched(staged):
-            launch(host_kernel, (min(tiles, _WRITERS),))(staged, batch.slots[first:], held, count, tiles, T=_STORED, **sizes)
+            launch(held_kernel, (min(tiles, _WRITERS),))(staged, batch.slots[first:], held, count, tiles, T=_STORED, **sizes)
         if any(chunk.past for chunk in batch.chunks):  # its last tokens may have been decoded, because a pass had room for few
             launch(run_kernel, (heads, len(chunks)))(held, recent, chunks, self._every, self._phase, W=_STORED, **sizes)
         self.index.store(keys[first:last], batch.prompts)

@@ -15,7 +15,7 @@ from time import perf_counter
 from kvrecall.core.errors import KVRecallError
 from kvrecall.core.launch import cdiv
 from kvrecall.step.memory import HostPlan
-from kvrecall.step.stream import HostBlocks
+from kvrecall.step.stream import RowBlocks
 
 _log = logging.getLogger("vllm.kvrecall")
 
@@ -32,17 +32,19 @@ class Growth:
     idle, and beside passes when half of a burst's memory is used up.
     """
 
-    def __init__(self, plan: HostPlan, blocks: int, everything: bool, told: Callable[[int], None]) -> None:
+    def __init__(
+        self, plan: HostPlan, blocks: int, everything: bool, told: Callable[[int], None], near: int = 0
+    ) -> None:  # fmt: skip
         """blocks: that there are. everything: whether all are to have memory as soon as possible. told: is called with the
-        bytes that are taken, whenever they change."""
-        self.given = 1
+        bytes that are taken, whenever they change. near: blocks with rows in device memory, which are not in that."""
+        self.given = max(1, near)
         """Blocks with memory."""
-        self.hosts: list[HostBlocks] = []
+        self.hosts: list[RowBlocks] = []
         """Rows of all layers."""
         self.burst = cdiv(_BURST, plan.block_size)
         """Blocks that the thread keeps ahead."""
         self._plan, self._blocks, self._everything, self._told = plan, blocks, everything, told
-        self._used, self._touched, self._passed = 1, 1, perf_counter()
+        self._near, self._used, self._touched, self._passed = near, 1, self.given, perf_counter()
         self._growing, self._more = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
         self._locks, self._ended = False, False
@@ -89,7 +91,7 @@ class Growth:
             for host in self.hosts:
                 host.give_back()
             self._touched = self.given
-            self._told(self.given * self._plan.block_bytes)
+            self._tell()
 
     def _run(self) -> None:
         while not self._ended:
@@ -123,9 +125,12 @@ class Growth:
     def _touch(self, blocks: int, ahead: bool = False) -> None:
         if blocks > self._touched:
             self._plan.check(blocks - self._touched, ahead)
-            HostBlocks.touch(self.hosts, blocks)
+            RowBlocks.touch(self.hosts, blocks)
             self._touched = blocks
-            self._told(blocks * self._plan.block_bytes)
+            self._tell()
+
+    def _tell(self) -> None:
+        self._told((self._touched - self._near) * self._plan.block_bytes)
 
     def _take(self, blocks: int) -> None:
         self._touch(blocks)

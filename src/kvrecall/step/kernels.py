@@ -23,7 +23,7 @@ from kvrecall.attend.kernels import (
 )
 from kvrecall.attend.row_cache import cached_rows
 from kvrecall.cache.paged_rows import Fresh, head_rows, load_part, run_start, store_run, window_place
-from kvrecall.core.triton import begin, capped, e4m3, end
+from kvrecall.core.triton import begin, capped, e4m3, end, far_offset
 
 
 @triton.jit
@@ -306,9 +306,9 @@ def paged_step_kernel(
     piece computes the mean of a page that ends with the new token.
 
     The new token, and those of its sequence before it in the pass, are attended to where the model put them. It is stored in
-    the window's pages, and with the last token of a run (`run_start`) the rows of the run go to the host: many small writes to
-    it are slow, because each of them needs a page's address. No token reads what another one of the pass stores: the window has
-    all of them, and sinks and zone end before it.
+    the window's pages, and with the last token of a run (`run_start`) the rows of the run go to their block: many small writes
+    to the host are slow, because each of them needs a page's address. No token reads what another one of the pass stores: the
+    window has all of them, and sinks and zone end before it.
     """
     HEADS = held.HEADS
     i_pair, i_p = readers_first(tl.program_id(0), tl.num_programs(0) // PROGRAMS, CHOSEN)
@@ -328,7 +328,8 @@ def paged_step_kernel(
         o_k = i_p * R + tl.arange(0, R)
         if tl.load(plan.fire + i_b) != 0:
             b_id = tl.load(p_ids + i_pair * K + o_k, mask=o_k < K, other=-1)
-            b_k, b_v, read = cached_rows(held.pool, p_blocks, cache, place, b_id, i_kv, HEADS, BLOCK, D, BD, WAYS)
+            b_k, b_v, read = cached_rows(held.pool, p_blocks, cache, place, b_id, i_kv, HEADS, BLOCK, D, BD, WAYS, held.NEAR,
+                                        held.FAR, True)  # fmt: skip
             tl.atomic_add(plan.read + i_b, read.to(tl.int64), sem="relaxed")
             attend_block(p_query, p_part, p_part_lse, i_p, b_k, b_v, b_id >= 0, scaling, softcap, D, BD, G, parts.COUNT, CAP)
         else:
@@ -344,7 +345,8 @@ def paged_step_kernel(
         if first < stop:
             o_r = first + tl.arange(0, W)
             b_sink = tl.where(o_r < stop, o_r, -1)
-            b_k, b_v, _ = cached_rows(held.pool, p_blocks, cache, place, b_sink, i_kv, HEADS, BLOCK, D, BD, WAYS)
+            b_k, b_v, _ = cached_rows(held.pool, p_blocks, cache, place, b_sink, i_kv, HEADS, BLOCK, D, BD, WAYS, held.NEAR,
+                                     held.FAR, True)  # fmt: skip
             attend_block(p_query, p_part, p_part_lse, i_part, b_k, b_v, b_sink >= 0, scaling, softcap, D, BD, G, parts.COUNT,
                          CAP)  # fmt: skip
         else:
@@ -373,8 +375,8 @@ def mean_place(means, p_blocks, first, i_kv, BLOCK: tl.constexpr, D: tl.constexp
 def run_kernel(
     held, window, p_chunks, EVERY, PHASE, BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, W: tl.constexpr
 ):  # fmt: skip
-    """Program (KV head, chunk): copies the run that the earlier tokens of a sequence have begun from the window's pages to the
-    host. chunks int32 `[n, 4]`: row of the batch, earlier tokens, first token in the pass, tokens; the rest as in
+    """Program (KV head, chunk): copies the run that the earlier tokens of a sequence have begun from the window's pages to its
+    block. chunks int32 `[n, 4]`: row of the batch, earlier tokens, first token in the pass, tokens; the rest as in
     `paged_step_kernel`."""
     p_own = p_chunks + tl.program_id(1) * 4
     past = tl.load(p_own + 1)
@@ -439,36 +441,39 @@ def store_kernel(
 
 
 @triton.jit(do_not_specialize=["p_slots", "tokens"])
-def host_kernel(
+def held_kernel(
     p_staged, p_slots, held, tokens, TILES, BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr
 ):  # fmt: skip
-    """Copies staged rows `[HEADS, tokens, 2, D]` to their blocks on the host; slots as in `store_kernel`. TILES of T tokens of
-    a KV head; few programs share them, since a bus is full with few, and others run beside them. Bytes: 4 D over the bus."""
+    """Copies staged rows `[HEADS, tokens, 2, D]` to their blocks; slots as in `store_kernel`. TILES of T tokens of a KV head;
+    few programs share them, since a bus is full with few, and others run beside them. Bytes: 4 D, over the bus to blocks on the
+    host."""
     o_d = tl.arange(0, 2 * BD)
     for i in range(tl.program_id(0), TILES, tl.num_programs(0)):
         i_kv, o_t = i % held.HEADS, i // held.HEADS * T + tl.arange(0, T)
         b_slot = tl.load(p_slots + o_t, mask=o_t < tokens, other=-1)
         m_row = (b_slot >= 0)[:, None] & (o_d < 2 * D)[None, :]
         o_row = (i_kv * tokens + o_t).to(tl.int64) * (2 * D)
-        o_host = ((b_slot // BLOCK * held.HEADS + i_kv) * BLOCK + b_slot % BLOCK) * (2 * D)
+        b_block = b_slot // BLOCK
+        o_held = ((b_block * held.HEADS + i_kv) * BLOCK + b_slot % BLOCK) * (2 * D) + far_offset(b_block, held.NEAR, held.FAR)
         b_row = tl.load(p_staged + o_row[:, None] + o_d[None, :], mask=m_row)
-        tl.store(held.pool + o_host[:, None] + o_d[None, :], b_row, mask=m_row)
+        tl.store(held.pool + o_held[:, None] + o_d[None, :], b_row, mask=m_row)
 
 
 @triton.jit
 def refill_kernel(
-    p_rows, p_pool, p_places, HEADS, PAGES, HEAD, TOKEN,
+    p_rows, p_pool, NEAR, FAR, p_places, HEADS, PAGES, HEAD, TOKEN,
     BLOCK: tl.constexpr, NUMBERS: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Program (page and KV head): copies PAGE rows of NUMBERS numbers from a block to a page of the window.
 
-    rows: strides PAGES, HEAD and TOKEN, in numbers. pool `[blocks, HEADS, BLOCK, NUMBERS]`. places int32 `[n, 3]`: page, block,
-    first row there.
+    rows: strides PAGES, HEAD and TOKEN, in numbers. pool `[blocks, HEADS, BLOCK, NUMBERS]`, with NEAR and FAR as in
+    `core.structs.Pool`. places int32 `[n, 3]`: page, block, first row there.
     """
     i_place, i_h = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     page, block = tl.load(p_places + i_place * 3).to(tl.int64), tl.load(p_places + i_place * 3 + 1).to(tl.int64)
     o_t, o_n = tl.arange(0, PAGE), tl.arange(0, BN)
-    p_from = p_pool + ((block * HEADS + i_h) * BLOCK + tl.load(p_places + i_place * 3 + 2)) * NUMBERS
+    o_from = ((block * HEADS + i_h) * BLOCK + tl.load(p_places + i_place * 3 + 2)) * NUMBERS
+    p_from = p_pool + o_from + far_offset(block, NEAR, FAR)
     p_to = p_rows + page * PAGES + i_h * HEAD
     m_n = (o_n < NUMBERS)[None, :]
     b_row = tl.load(p_from + (o_t * NUMBERS)[:, None] + o_n[None, :], mask=m_n)
@@ -481,7 +486,7 @@ def mean_kernel(
 ):  # fmt: skip
     """Program (page, KV head, chunk): the mean of a page that a chunk of a prompt completes.
 
-    fresh: tokens of the pass. Earlier ones of their sequences are on the host. chunks as in `run_kernel`, others as in
+    fresh: tokens of the pass. Earlier ones of their sequences are in blocks. chunks as in `run_kernel`, others as in
     `paged_step_kernel`. Bytes: 4 D per token, read once.
     """
     i_kv, p_own = tl.program_id(1), p_chunks + tl.program_id(2) * 4

@@ -13,7 +13,7 @@ from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import Rows
 from kvrecall.index.base import LayerShape
 from kvrecall.index.page_means import PageMeans, log_left
-from kvrecall.step.stream import HostBlocks
+from kvrecall.step.stream import RowBlocks
 
 
 def bytes_per_token(means: PageMeans, shape: LayerShape) -> int:
@@ -32,7 +32,7 @@ def means_in(pages: Tensor, start: int, means: PageMeans, shape: LayerShape, blo
 class PagedMeans:
     """The means of one layer on a CPU, over the layer's rows in host memory."""
 
-    def __init__(self, held: Tensor, page_tokens: int, sinks: int, host: HostBlocks) -> None:
+    def __init__(self, held: Tensor, page_tokens: int, sinks: int, host: RowBlocks) -> None:
         """held: from `means_in`. sinks: first tokens of a sequence that are in no mean."""
         self._held, self._page, self._sinks, self._host = held, page_tokens, sinks, host
 

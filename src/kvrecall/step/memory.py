@@ -9,7 +9,7 @@ from kvrecall.cache.host_memory import available_host_bytes, total_host_bytes
 from kvrecall.core.errors import HostMemoryError, ParameterError
 from kvrecall.index.base import LayerShape
 from kvrecall.step import promises
-from kvrecall.step.stream import HostBlocks
+from kvrecall.step.stream import RowBlocks
 
 _SHARE = 0.8
 """Share of the free host memory that an engine takes by default."""
@@ -23,15 +23,18 @@ taken ahead of need leaves one of so many parts of the machine's memory: all ran
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
-def bytes_of(given: object, name: str = "host_memory") -> int:
-    """A number of bytes, given as one or as text such as "96GiB". name: of the setting. Raises ParameterError."""
-    if isinstance(given, int) and not isinstance(given, bool) and given > 0:
+def bytes_of(given: object, name: str = "host_memory", least: int = 1) -> int:
+    """A number of bytes, given as one or as text such as "96GiB". name: of the setting. least: as a number. Raises
+    ParameterError."""
+    if isinstance(given, int) and not isinstance(given, bool) and given >= least:
         return given
     if isinstance(given, str):
         unit = next((u for u in _UNITS if given.endswith(u)), "")
         digits = given.removesuffix(unit).strip()
-        if digits.isascii() and digits.replace(".", "", 1).isdigit() and float(digits) > 0:
-            return int(float(digits) * _UNITS.get(unit, 1))
+        if digits.isascii() and digits.replace(".", "", 1).isdigit():
+            size = int(float(digits) * _UNITS.get(unit, 1))
+            if size >= least:
+                return size
     raise ParameterError(name, 'bytes, or a text such as "96GiB"', given, "Leave it out for a share of the free memory.")
 
 
@@ -50,7 +53,7 @@ class HostPlan:
         """For layers of these shapes. given_bytes: for all engines and ranks of this machine; None: a share of the free memory.
         ranks: bytes of a block in all of them, as a multiple of this rank's. launch: of the engine (`promises`)."""
         total = int(promises.free_bytes(launch) * _SHARE) if given_bytes is None else given_bytes
-        return HostPlan(block_size, HostBlocks.of_all(shapes, block_size), int(total // ranks))
+        return HostPlan(block_size, RowBlocks.of_all(shapes, block_size), int(total // ranks))
 
     @property
     def blocks(self) -> int:

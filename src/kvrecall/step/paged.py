@@ -21,7 +21,7 @@ from kvrecall.merge import merge, merge_in_turn
 from kvrecall.methods.base import Method
 from kvrecall.step.means import PagedMeans, means_in
 from kvrecall.step.settings import whole_below
-from kvrecall.step.stream import HostBlocks
+from kvrecall.step.stream import RowBlocks
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class PagedLayer:
 
     def __init__(
         self, number: int, shape: LayerShape, method: Method, params: AttentionParams, index: PagedIndex,
-        means: PagedMeans | None, host: HostBlocks,
+        means: PagedMeans | None, host: RowBlocks,
     ) -> None:  # fmt: skip
         self._number, self._shape, self._method, self._params = number, shape, method, params
         self.index, self._means, self._host = index, means, host
@@ -85,7 +85,7 @@ class PagedLayer:
 
     @staticmethod
     def over(
-        number: int, shape: LayerShape, method: Method, params: AttentionParams, pages: Tensor, host: HostBlocks
+        number: int, shape: LayerShape, method: Method, params: AttentionParams, pages: Tensor, host: RowBlocks
     ) -> PagedLayer:
         """A layer over pages uint8 `[blocks, n]`, of at least `summaries.width_of` bytes per token and KV head, and rows of the
         same blocks. method: one that `Settings` accepts."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from kvrecall.core.launch import cdiv, launch, next_power_of_2
-from kvrecall.step.stream import HostBlocks
+from kvrecall.step.stream import RowBlocks
 
 Unfilled = tuple[int, int, int]
 """A page, the block that has its rows, and the place of its first row there."""
@@ -31,7 +31,7 @@ def unfilled(
     return [(page, blocks[first // block_size], first % block_size) for page, first in firsts if page]
 
 
-def refill(rows: Tensor, places: Tensor, host: HostBlocks) -> None:
+def refill(rows: Tensor, places: Tensor, host: RowBlocks) -> None:
     """Fills pages, all rows of each. rows: `[pages, H_kv, page_tokens, 2 D]`. places: int32 `[n, 3]`, see `Unfilled`.
 
     Runs on the current stream; a GPU reads the host's memory itself. Bytes: 4 D per token and KV head, in 16-bit types.
@@ -41,7 +41,7 @@ def refill(rows: Tensor, places: Tensor, host: HostBlocks) -> None:
         from kvrecall.step.kernels import refill_kernel
 
         launch(refill_kernel, (len(places) * heads,))(
-            rows, host.rows, places, heads, *rows.stride()[:3], BLOCK=host.block_size, NUMBERS=numbers, PAGE=tokens,
+            rows, *host.pool, places, heads, *rows.stride()[:3], BLOCK=host.block_size, NUMBERS=numbers, PAGE=tokens,
             BN=next_power_of_2(numbers), num_warps=4,
         )  # fmt: skip
         return

@@ -31,9 +31,8 @@ LEAST_BLOCK = 64
 LOCAL_TOKENS = 1024
 """Default of tokens of the window: most questions and answers fit into it."""
 
-WHOLE_TOKENS, WHOLE_TOKENS_BESIDE = 8192, 2048
-"""Default of tokens from which on a sequence searches; and with rows on the device, where a page of the window takes the memory
-of a block's rows, too."""
+WHOLE_TOKENS = 8192
+"""Default of tokens from which on a sequence searches."""
 
 FP8 = ("fp8", "fp8_e4m3")
 """vLLM's names for rows of e4m3 with a scale per layer, 1 unless the checkpoint tells another."""
@@ -45,9 +44,6 @@ MOST_PARTS = 64
 _MOST_SELECTED = 4096
 """Most tokens that a search on a GPU selects: its last kernel has them all in registers, and takes minutes to compile for
 more."""
-
-RESIDENCIES = ("host", "device")
-"""Where rows lie: in host memory, or on the device, where a step fetches nothing over the bus."""
 
 _SAME = (
     "dense_layers", "per_layer", "update_interval", "index", "trigger", "static", "prune", "fetch", "attend",
@@ -125,12 +121,11 @@ def spelled(method: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of an engine. host_memory: bytes for rows of all ranks of a machine; None: a share of the free memory.
-    residency: where rows lie, one of `RESIDENCIES`."""
+    """The settings of an engine. host_memory: bytes for rows of all ranks of a machine; None: a share of the free memory; 0:
+    all rows lie in device memory."""
 
     method: Method
     host_memory: int | None = None
-    residency: str = RESIDENCIES[0]
 
     @staticmethod
     def of(additional_config: object) -> Settings:
@@ -140,13 +135,9 @@ class Settings:
             raise ParameterError("additional_config['kvrecall']", "an object", given, 'For example {"top_k": 100}.')
         params: dict[str, Any] = current(given)
         name, memory = params.pop("method", DEFAULT), params.pop("host_memory", None)
-        residency = params.pop("residency", RESIDENCIES[0])
-        if residency not in RESIDENCIES:
-            raise ParameterError("residency", " or ".join(map(repr, RESIDENCIES)), residency, "Leave it out for the host.")
-        if residency == "device" and memory is not None:
-            raise CompositionError(
-                "vLLM with residency=device and host_memory", "no rows lie in host memory", "Leave host_memory out."
-            )
+        if "residency" in params:
+            why = "rows fill the device's memory, then the host's"
+            raise CompositionError("vLLM with residency", why, 'Leave it out; "host_memory": 0 keeps all rows on the device.')
         if not isinstance(name, str):
             raise ParameterError("method", "a method as text", name, _served())
         told = spelled(name)
@@ -163,10 +154,9 @@ class Settings:
                 why = _REASONS.get(key, "it is not served yet")
                 raise CompositionError(f"vLLM with {key}={value!r}", why, "Leave it out.")
             if key not in known:
-                raise UnknownNameError(f"setting of {name}", key, [*known, "method", "host_memory", "residency"])
+                raise UnknownNameError(f"setting of {name}", key, [*known, "method", "host_memory"])
         estimate = {"estimate": PageMeans.name} if name == DEFAULT else {}
-        whole = WHOLE_TOKENS if residency == RESIDENCIES[0] else WHOLE_TOKENS_BESIDE
-        defaults = {"local_tokens": LOCAL_TOKENS, "full_attention_threshold": whole}
+        defaults = {"local_tokens": LOCAL_TOKENS, "full_attention_threshold": WHOLE_TOKENS}
         method = from_settings(name, {**defaults, **estimate, **params})
         index = method.index_config()
         if why := why_unserved(method) or (index.why_unpaged() if index is not None else ""):
@@ -180,8 +170,7 @@ class Settings:
         if means is not None and (means.page_tokens.bit_count() != 1 or means.page_tokens > BLOCK_TOKENS):
             wanted = f"a power of two, at most {BLOCK_TOKENS}: pages lie in blocks"
             raise ParameterError("page_tokens", wanted, means.page_tokens, 'Use "estimate": "page-means", which has 64.')
-        limit = None if memory is None else bytes_of(memory)
-        return Settings(method, limit, residency)
+        return Settings(method, None if memory is None else bytes_of(memory, least=0))
 
     def check_gpu(self) -> None:
         """Raises errors of `kvrecall.core.errors` for settings without a kernel."""

@@ -1,10 +1,10 @@
-"""The rows of all blocks in host memory, and streaming of a sequence's rows to a GPU."""
+"""The rows of all blocks, in device or host memory, and streaming of a sequence's rows to a GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor
@@ -14,42 +14,66 @@ from kvrecall.cache.host_memory import Region, touch
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.launch import cdiv
 from kvrecall.core.pieces import PIECE_TOKENS
-from kvrecall.core.structs import HostTable, lasting_tensors
+from kvrecall.core.structs import HostTable, Pool, lasting_tensors
 from kvrecall.index.base import LayerShape
 
 STREAMED_TOKENS, PLACES = 8192, 3
 """Tokens per streamed piece, at least one block, and the number of pieces in flight."""
 
 
-class HostBlocks:
-    """Keys and values of one layer in all blocks; page-locked for a GPU."""
+class RowBlocks:
+    """Keys and values of one layer in all blocks. Those of the first ones lie in device memory, those of all others in host
+    memory, page-locked for a GPU. So a block's number tells where its rows are, and they never move."""
 
-    def __init__(self, blocks: int, shape: LayerShape, block_size: int, given: int | None = None) -> None:
-        """given: blocks with memory at the start; all by default."""
+    def __init__(self, blocks: int, shape: LayerShape, block_size: int, given: int | None = None, near: int = 0) -> None:
+        """near: blocks with rows in device memory. given: blocks with memory at the start, those included; all by default."""
+        far, self.near, self.block_size, self.dtype = blocks - near, near, block_size, shape.dtype
         self._gpu = shape.device if shape.device.type == "cuda" else None
-        self._region = Region((blocks, shape.kv_heads, block_size, 2, shape.head_dim), shape.stored_dtype, self._gpu)
-        self.rows, self.block_size, self.dtype = self._region.tensor, block_size, shape.dtype
-        self.given = 0
+        sizes = shape.kv_heads, block_size, 2, shape.head_dim
+        self._region = Region((far, *sizes), shape.stored_dtype, self._gpu) if far else None
+        with lasting_tensors():
+            self._near_rows = torch.empty(near, *sizes, dtype=shape.stored_dtype, device=shape.device)
+        self.rows = self._near_rows if self._region is None else self._region.tensor
+        """Those in host memory, if there are any."""
+        self.given = near
         """Blocks with memory."""
         self.borders: set[int] = set()
-        """Blocks that begin another page-locked piece; no copy may cross them."""
+        """Blocks that begin another piece of memory; no copy may cross them."""
         self.commit(blocks if given is None else given)
 
+    @property
+    def pool(self) -> Pool:
+        """All rows, for kernels."""
+        if not self.near or self._region is None:
+            return Pool(self.rows, self.near)
+        between = self.rows.data_ptr() - self._near_rows.data_ptr()
+        return Pool(self._near_rows, self.near, between // self.rows.itemsize - self._near_rows.numel())
+
+    def run(self, first: int, count: int) -> Tensor:
+        """Rows `[count, H_kv, block_size, 2, D]` of blocks on one side of each border."""
+        rows, start = (self._near_rows, first) if first < self.near else (self.rows, first - self.near)
+        return rows[start : start + count]
+
     @staticmethod
-    def touch(hosts: Iterable[HostBlocks], blocks: int) -> None:
+    def touch(hosts: Iterable[RowBlocks], blocks: int) -> None:
         """Prepares memory for the first `blocks` blocks of some layers: `commit` is faster then (`host_memory.touch`)."""
-        touch([host._region for host in hosts], blocks)
+        for near, same in groupby(hosts, lambda host: host.near):
+            touch([host._region for host in same if host._region is not None], max(0, blocks - near))
 
     def give_back(self) -> None:
         """Gives prepared memory back to the system that no block has."""
-        self._region.give_back()
+        if self._region is not None:
+            self._region.give_back()
 
     def commit(self, blocks: int) -> None:
         """Gives memory to the first `blocks` blocks. Raises ParameterError if a GPU could not read them."""
-        if self._region.missing(min(blocks, len(self.rows))):
+        if self._region is None:
+            return
+        blocks = min(blocks, self.near + len(self.rows))
+        if blocks > self.near and self._region.missing(blocks - self.near):
             self.borders.add(self.given)
-            self._region.commit(min(blocks, len(self.rows)))
-            self.given = min(blocks, len(self.rows))
+            self._region.commit(blocks - self.near)
+            self.given = blocks
         if self._gpu is not None and not self._region.pinned:
             remedy = "Raise the limit of locked memory (`ulimit -l unlimited`)."
             raise ParameterError("host memory", "memory that a GPU can read", "a refusal to page-lock it", remedy)
@@ -62,10 +86,10 @@ class HostBlocks:
     @staticmethod
     def of_all(shapes: Iterable[LayerShape], block_size: int) -> int:
         """Bytes of a block in layers of these shapes."""
-        return sum(HostBlocks.block_bytes(shape, block_size) for shape in shapes)
+        return sum(RowBlocks.block_bytes(shape, block_size) for shape in shapes)
 
     def store(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """keys, values `[T, H_kv, D]`; slots int64 `[T]`."""
+        """keys, values `[T, H_kv, D]`; slots int64 `[T]`. On a CPU, whose engines have no rows elsewhere."""
         rows = torch.stack([keys, values], 2).to(self.rows)
         self.rows[slots // self.block_size, :, slots % self.block_size] = rows
 
@@ -74,25 +98,14 @@ class HostBlocks:
         time."""
         step = max(1, PIECE_TOKENS // self.block_size)
         for first in range(0, cdiv(stop, self.block_size), step):
-            rows = self.rows[table[first : first + step]].transpose(0, 1).flatten(1, 2).to(self.dtype)
+            blocks = table[first : first + step]
+            rows = torch.cat([self.run(block, 1) for block in blocks]) if self.near else self.rows[blocks]
+            rows = rows.transpose(0, 1).flatten(1, 2).to(self.dtype)
             yield rows[:, : stop - first * self.block_size]
 
     def table(self, blocks: list[int]) -> HostTable:
-        """Addresses of a sequence's rows."""
+        """Addresses of a sequence's rows, on a CPU."""
         return HostTable(self.rows, torch.tensor([blocks], dtype=torch.int32, device="cpu"))
-
-
-class DeviceBlocks(HostBlocks):
-    """The same in device memory, without page-locking."""
-
-    def __init__(self, blocks: int, shape: LayerShape, block_size: int) -> None:
-        self.block_size, self.dtype, self.borders, self.given = block_size, shape.dtype, set(), blocks
-        with lasting_tensors():
-            size = blocks, shape.kv_heads, block_size, 2, shape.head_dim
-            self.rows = torch.empty(size, dtype=shape.stored_dtype, device=shape.device)
-
-    def commit(self, blocks: int) -> None:
-        """Does nothing: all blocks have memory."""
 
 
 class Stream:
@@ -105,7 +118,7 @@ class Stream:
             self._places = torch.empty(size, dtype=shape.stored_dtype, device=shape.device)
 
     @contextmanager
-    def pieces(self, host: HostBlocks, table: list[int], stop: int) -> Iterator[Iterator[Tensor]]:
+    def pieces(self, host: RowBlocks, table: list[int], stop: int) -> Iterator[Iterator[Tensor]]:
         """Rows 0 .. stop - 1 of a sequence with these blocks, `[H_kv, n, K|V, D]` at a time, on the device, in `host.dtype`.
 
         Copying starts when the context is entered. Each piece must be used before the next one is requested.
@@ -119,7 +132,7 @@ class Stream:
 
         def fill(number: int) -> None:
             for at, first, count in runs(own[number], host.borders):
-                places[number % PLACES, at : at + count].copy_(host.rows[first : first + count], non_blocking=True)
+                places[number % PLACES, at : at + count].copy_(host.run(first, count), non_blocking=True)
 
         def rows_of(number: int) -> Tensor:
             held = places[number % PLACES, : len(own[number])].transpose(0, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -174,28 +175,33 @@ def test_an_engine_computes_the_statistics_that_transformers_has(home: Path) -> 
         same_statistics(told[str(number)], own)
 
 
-def test_rows_may_lie_beside_the_pages(home: Path, stock: dict[str, Any]) -> None:
-    """Fewer tokens fit than with vLLM's own backend, since summaries come on top."""
-    made = answers(home, TWICE, METHODS["balanced"] | {"residency": "device"})
+@pytest.mark.parametrize("memory", [0, "100MiB"])
+def test_rows_fill_what_host_memory_does_not_hold(home: Path, stock: dict[str, Any], memory: object) -> None:
+    own = METHODS["balanced"] | {"host_memory": memory}
+    made, plan = answers(home, TWICE | {"inspected": True}, own), planned(home, own, passes=1)
     assert tokens(made) == tokens(stock)
-    assert made["blocks"] < stock["blocks"]
-    with pytest.raises(AssertionError, match=r"num_gpu_blocks_override: expected at most .*the device has no more"):
-        answers(home, TWICE, METHODS["balanced"] | {"residency": "device"}, num_gpu_blocks_override=stock["blocks"])
+    assert said(plan) in made["start"]["log"] and plan.near_blocks > plan.host_blocks
+    assert made["start"]["free"] == plan.blocks - 1 and plan.blocks == plan.near_blocks + plan.host_blocks
+    with pytest.raises(AssertionError, match=rf"num_gpu_blocks_override: expected at most {plan.device_blocks:,}, whose rows"):
+        answers(home, TWICE, own, num_gpu_blocks_override=plan.device_blocks + 1)
 
 
 @pytest.mark.parametrize(
-    ("own", "given"), [(METHODS["balanced"], 100), (METHODS["exact"] | {"residency": "device"}, 0)], ids=["host", "device"]
+    ("own", "near"), [(METHODS["balanced"], False), (METHODS["exact"] | {"host_memory": 0}, True)], ids=["host", "device"]
 )
 def test_an_engine_warms_up_once_and_only_in_the_block_of_no_sequence(
-    home: Path, stock: dict[str, Any], own: dict[str, Any], given: int
+    home: Path, stock: dict[str, Any], own: dict[str, Any], near: bool
 ) -> None:
     """It comes before the first prompt; what vLLM hands out then is as it was allocated."""
     made = answers(home, TWICE | {"inspected": True}, own, num_gpu_blocks_override=120)
     told = [text for text in made["start"]["log"] if "warmed up" in text]
     assert len(told) == 1 and " 4 passes" in told[0]
-    assert [text for text in made["start"]["log"] if f"host memory for {given} blocks" in text] if given else True
+    told = "".join(made["start"]["log"])
+    in_device, in_host = map(int, re.findall(r"(\d+) with rows in device memory, (\d+) in host", told)[0])
+    given = in_device + in_host
+    assert bool(in_device) == near and bool(in_host) == (not near) and f"memory for rows of {given} blocks" in told
     assert made["start"]["written"] == {"pages": [0], "rows": [0], "window": [0]}
-    assert not any(made["start"]["counts"].values()) and made["start"]["free"] == (given or 120) - 1
+    assert not any(made["start"]["counts"].values()) and made["start"]["free"] == given - 1
     assert tokens(made) == tokens(stock)
 
 
@@ -212,8 +218,9 @@ def test_drafts_change_no_token(home: Path, stock: dict[str, Any]) -> None:
 def said(plan: VllmPlan) -> str:
     """What an engine tells at its start, if it is as planned."""
     return (
-        f"kvrecall: {plan.device_blocks} blocks of {plan.block_size} tokens, of which {plan.blocks} have host memory "
-        f"({plan.host_limit / 2**30:.1f} GiB hold {plan.host_blocks}); {plan.context_tokens} tokens need {plan.needed_blocks}"
+        f"kvrecall: {plan.device_blocks} blocks of {plan.block_size} tokens, {plan.near_blocks} with rows in device memory, "
+        f"{plan.blocks - plan.near_blocks} in host memory ({plan.host_limit / 2**30:.1f} GiB hold {plan.host_blocks}); "
+        f"{plan.context_tokens} tokens need {plan.needed_blocks}"
     )
 
 
@@ -351,12 +358,12 @@ def test_what_cannot_be_served_is_refused_at_the_start(part: str, changed: Any, 
         EngineState(SimpleNamespace(**(vars(CONFIG) | {part: changed})))
 
 
-@pytest.mark.parametrize(("residency", "count"), [("host", 4), ("device", 0)])
-def test_places_in_row_caches_lie_on_the_layers_device(residency: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where rows lie there and none has a place: kernels get their addresses."""
+@pytest.mark.parametrize(("memory", "count"), [("1GiB", 4), (0, 0)])
+def test_places_in_row_caches_lie_on_the_layers_device(memory: object, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where all rows lie there and no sequence has a place: kernels get their addresses."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 80 << 30))
     parts = {
-        "additional_config": {"kvrecall": {"method": "exact", "residency": residency}},
+        "additional_config": {"kvrecall": {"method": "exact", "host_memory": memory}},
         "scheduler_config": SimpleNamespace(max_num_seqs=4), "model_config": SimpleNamespace(max_model_len=1024),
         "cache_config": SimpleNamespace(cache_dtype="auto", gpu_memory_utilization=0.9),
     }  # fmt: skip

@@ -9,7 +9,7 @@ import pytest
 
 from kvrecall.backends.vllm.machine import launch_of, note_launch, ranks_here, shared
 from kvrecall.step.memory import HostPlan
-from kvrecall.step.stream import HostBlocks
+from kvrecall.step.stream import RowBlocks
 from tests.step.test_paged import SHAPE, SIZE
 
 
@@ -28,7 +28,7 @@ def test_ranks_of_other_machines_do_not_count(local: dict[str, int], engines: in
 
 def test_stages_share_by_their_layers_and_have_equal_blocks() -> None:
     """Stages of 3 and 2 layers, with two ranks each, on one machine: the blocks of all ranks take what was asked."""
-    block, asked = HostBlocks.block_bytes(SHAPE, SIZE), 1000 * HostBlocks.block_bytes(SHAPE, SIZE)
+    block, asked = RowBlocks.block_bytes(SHAPE, SIZE), 1000 * RowBlocks.block_bytes(SHAPE, SIZE)
     of_stage = [3 * block, 2 * block]
     plans = [
         HostPlan.of([SHAPE] * (3, 2)[rank // 2], SIZE, asked, shared(of_stage, world=4, local=4, rank=rank))

@@ -9,14 +9,15 @@ import pytest
 import torch
 
 import kvrecall
+from kvrecall.step.capacity import Division, most_blocks
 from kvrecall.step.memory import HostPlan, bytes_of
 from kvrecall.step.places import Places
-from kvrecall.step.stream import HostBlocks, runs
+from kvrecall.step.stream import RowBlocks, runs
 from tests.step.test_paged import SHAPE, SIZE
 
 
 def test_a_plan_counts_the_blocks_of_all_layers_and_ranks() -> None:
-    block = HostBlocks.block_bytes(SHAPE, SIZE)
+    block = RowBlocks.block_bytes(SHAPE, SIZE)
     plan = HostPlan.of([SHAPE] * 3, SIZE, 100 * block, ranks=2)
     assert (plan.block_bytes, plan.blocks) == (3 * block, 16)
     assert plan.slab * plan.block_bytes <= 1 << 30
@@ -25,6 +26,7 @@ def test_a_plan_counts_the_blocks_of_all_layers_and_ranks() -> None:
 
 def test_numbers_of_bytes() -> None:
     assert (bytes_of(5), bytes_of("7"), bytes_of("2GiB"), bytes_of("0.5 KiB")) == (5, 7, 2 << 30, 512)
+    assert bytes_of(0, least=0) == bytes_of("0GiB", least=0) == 0
 
 
 def test_runs_of_blocks_are_copied_at_once() -> None:
@@ -34,11 +36,51 @@ def test_runs_of_blocks_are_copied_at_once() -> None:
 
 
 def test_blocks_are_given_in_pieces() -> None:
-    host = HostBlocks(40, SHAPE, SIZE, given=1)
+    host = RowBlocks(40, SHAPE, SIZE, given=1)
     for blocks in (1, 9, 3, 64):
         host.commit(blocks)
     assert host.borders == {0, 1, 9}
     host.rows[-1] = 1
+
+
+def test_a_block_s_number_tells_where_its_rows_are() -> None:
+    """The first ones are not in the host's memory, which the others get in pieces."""
+    host = RowBlocks(40, SHAPE, SIZE, given=12, near=12)
+    assert host.given == 12 and not host.borders
+    for blocks in (3, 20, 64):
+        host.commit(blocks)
+    assert (host.given, host.borders) == (40, {12, 20}) and len(host.rows) == 28
+    for block in range(40):
+        host.run(block, 1).fill_(block)
+    rows, near, far = host.pool
+    assert near == 12 and torch.equal(rows[:, 0, 0, 0, 0], torch.arange(12.0))
+    for block in range(12, 40):
+        address = rows.data_ptr() + (far + block * rows[0].numel()) * rows.itemsize
+        assert address == host.run(block, 1).data_ptr() and host.rows[block - 12].unique() == block
+    everything = RowBlocks(4, SHAPE, SIZE, near=4)
+    everything.commit(9)
+    assert everything.pool[1:] == (4, 0) and everything.given == 4
+
+
+def test_device_memory_is_divided_among_windows_and_rows() -> None:
+    """By the number of blocks alone, which all processes know. Host memory is full before rows take device memory."""
+
+    def among(blocks: int, host: int = 100, row_bytes: int = 6) -> Division:
+        return Division.of(blocks, host, needed=20, window=5, page_bytes=2, row_bytes=row_bytes)
+
+    assert among(80) == Division(0, 70), "an eighth is for windows alone"
+    assert among(30) == Division(0, 25) and among(26, host=3) == Division(17, 20), "one sequence of the longest length"
+    assert among(800) == Division(200, 300), "600 blocks are left: 200 with pages and rows, 400 pages, half as many bytes"
+    assert among(800, host=0) == Division(233, 233)
+    before = Division(0, 0)
+    for blocks in range(30, 900):
+        now = among(blocks)
+        assert now.near >= before.near and now.rows >= before.rows and now.rows - now.near <= 100
+        before = now
+    for bytes_ in range(100, 4000, 37):
+        most = most_blocks(bytes_, 2, 6, among)
+        taken = [blocks * 2 + among(blocks).near * 6 for blocks in (most, most + 1)]
+        assert taken[0] <= bytes_ < taken[1]
 
 
 def test_the_highest_block_of_a_pass() -> None:

@@ -236,9 +236,9 @@ def test_every_page_has_one_owner_and_none_is_lost(seed: int, caching: bool, div
 
 def test_only_windows_take_the_last_blocks() -> None:
     """Of a scheduler's managers; without a number of blocks with host memory, nothing is divided."""
-    for host, expected in ((0, BLOCKS), (20, 20)):
+    for host, expected in ((None, BLOCKS), (20, 20)):
         pages = Pages(divided=False)
-        pages.manager.kv_cache_spec = spec = replace(pages.manager.kv_cache_spec, host_blocks=host)
+        pages.manager.kv_cache_spec = spec = replace(pages.manager.kv_cache_spec, host_blocks=host, row_bytes=1 << 30)
         config = SimpleNamespace(
             max_in_flight_tokens=64, model_config=SimpleNamespace(max_model_len=128),
             parallel_config=SimpleNamespace(decode_context_parallel_size=1),

@@ -311,7 +311,7 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         if self._bound == (kv_cache.data_ptr(), len(kv_cache)):
             return
         settings, shape, pages = self._engine.settings, self._shape, pages_of(kv_cache)
-        host = self._engine.host_blocks(len(pages), shape, size)
+        host = self._engine.row_blocks(len(pages), shape, size)
         if isinstance(self._layer, DeviceLayer):
             self._layer.bind(pages, host)
         else:

@@ -26,13 +26,13 @@ from kvrecall.backends.vllm.statistics import Observer, compute, rotaries_of_con
 from kvrecall.backends.vllm.whole import WholePasses, why_not
 from kvrecall.backends.vllm.window import WindowLayer
 from kvrecall.core.cuda import to_device
-from kvrecall.core.errors import CompositionError, KVRecallError, ParameterError, SessionError
+from kvrecall.core.errors import CompositionError, KVRecallError, SessionError
 from kvrecall.core.launch import cdiv, compile_together
 from kvrecall.core.structs import AttentionParams
 from kvrecall.index.base import LayerShape
 from kvrecall.index.statistics import KeyStatistics, LayerStatistics
 from kvrecall.step.aside import Aside
-from kvrecall.step.capacity import summary_blocks_of
+from kvrecall.step.capacity import Division
 from kvrecall.step.counts import Counts, forget
 from kvrecall.step.device import DeviceLayer, Scratch, searched_together
 from kvrecall.step.finite import FiniteWatch
@@ -44,7 +44,7 @@ from kvrecall.step.plan import PassPlan, window_start
 from kvrecall.step.promises import Promise, Record
 from kvrecall.step.refill import Unfilled, refill, unfilled
 from kvrecall.step.settings import whole_below
-from kvrecall.step.stream import DeviceBlocks, HostBlocks
+from kvrecall.step.stream import RowBlocks
 from kvrecall.step.warmup import Limits
 
 _log = logging.getLogger("vllm.kvrecall")
@@ -70,8 +70,8 @@ class EngineState:
         self.shapes: list[LayerShape] = []
         """Shapes of the served layers."""
         self.plan: HostPlan | None = None
-        self.blocks = 1
-        """Blocks whose rows have room on the host."""
+        self.division = Division(0, 1)
+        """What vLLM's blocks hold."""
         self.gives_later = False
         """Whether the worker calls `commit` for every block that is handed out."""
         self.layers: dict[int, DeviceLayer | PagedLayer] = {}
@@ -82,7 +82,7 @@ class EngineState:
         """The attention of all layers, while statistics are computed."""
         self.builders: dict[str, Any] = {}
         """The latest `RetrievalBuilder` of every attention layer, by name."""
-        self.windows: dict[str, tuple[WindowLayer, HostBlocks]] = {}
+        self.windows: dict[str, tuple[WindowLayer, RowBlocks]] = {}
         """By name of the attention layer, for layers with pages."""
         self._begins = False
         """Whether this pass begins sequences behind filled blocks."""
@@ -93,7 +93,7 @@ class EngineState:
         self.others: dict[int, int] = {}
         """Tokens per block of the cache groups of other backends."""
         self._growth: Growth | None = None
-        """Of host memory, when vLLM has allocated its pages; None if rows lie on the device."""
+        """Of host memory, when vLLM has allocated its pages."""
         self._compiled, self._warm, self._ready = False, False, False
         self._promise: Promise | None = None
         self.refused: int | None = None
@@ -141,34 +141,36 @@ class EngineState:
         recorded = self._config.compilation_config.max_cudagraph_capture_size or 0
         return WholePasses(whole_below(self.settings.method), self.most, self.longest, recorded)
 
-    def host_blocks(self, blocks: int, shape: LayerShape, block_size: int) -> HostBlocks:
-        """Memory for the rows of a layer. Raises ParameterError for rows on the device that vLLM has not counted."""
-        if self.settings.residency == "device":
-            if not self.gives_later:
-                raise ParameterError("worker_cls", "auto, with residency=device", "another", "vLLM would not count the rows.")
-            return DeviceBlocks(blocks, shape, block_size)
+    def row_blocks(self, blocks: int, shape: LayerShape, block_size: int) -> RowBlocks:
+        """Memory for the rows of a layer."""
         growth = self._growth
         if growth is None:  # for a trial
-            return HostBlocks(blocks, shape, block_size, 1)
-        made = HostBlocks(min(blocks, self.blocks), shape, block_size, growth.given)
+            return RowBlocks(blocks, shape, block_size, 1)
+        near = self.division.near if shape.device.type == "cuda" else 0  # a CPU has one kind of memory
+        made = RowBlocks(min(blocks, self.blocks), shape, block_size, growth.given, near)
         growth.hosts.append(made)
         return made
 
     @property
+    def blocks(self) -> int:
+        """Blocks whose rows have room."""
+        return self.division.rows
+
+    @property
     def divides(self) -> bool:
-        """Whether the scheduler keeps blocks without host memory for windows."""
-        return self.settings.residency == "host" and can_refuse(self._config)
+        """Whether the scheduler keeps blocks without rows for windows."""
+        return can_refuse(self._config)
 
     @property
     def groups_with_rows(self) -> set[int]:
-        """Cache groups of vLLM whose blocks have rows on the host."""
+        """Cache groups of vLLM whose blocks have rows."""
         return {self.groups[name] for name in self.windows}
 
     def host_plan(self, rank: int) -> HostPlan:
         """How many blocks fit into the host memory of every rank, which all must ask; once, when the layers are known."""
         if self.plan is None:
             parallel, size, settings = self._config.parallel_config, self._config.cache_config.block_size, self.settings
-            ranks = ranks_here(parallel, rank, HostBlocks.of_all(self.shapes, size))
+            ranks = ranks_here(parallel, rank, RowBlocks.of_all(self.shapes, size))
             plan = HostPlan.of(self.shapes, size, settings.host_memory, ranks, launch_of(parallel))
             least = least_of_ranks(parallel, plan.blocks)
             self.plan = plan if least == plan.blocks else replace(plan, limit=least * plan.block_bytes)
@@ -241,7 +243,7 @@ class EngineState:
             growth.close()
             self._promise.tell(refused=growth.given)
             self.refused = growth.given
-            _log.error("kvrecall: only %d of %d blocks have host memory from now on: %s", growth.given, self.blocks, error)
+            _log.error("kvrecall: only %d of %d blocks have memory from now on: %s", growth.given, self.blocks, error)
 
     def _tell_taken(self, taken: int) -> None:
         if self._promise is not None:
@@ -256,16 +258,17 @@ class EngineState:
         if growth is None:
             return
         growth.commit(self._at_start)
-        _log.info("kvrecall: host memory for %d blocks, in %.1f s more", growth.given, perf_counter() - begun)
+        _log.info("kvrecall: memory for rows of %d blocks, in %.1f s more", growth.given, perf_counter() - begun)
         if self.shapes[0].device.type == "cuda":
             growth.lock_ahead()
 
     @property
     def _at_start(self) -> int:
-        """Blocks with host memory when the engine is ready: of one sequence of the longest length, and of a burst."""
+        """Blocks with memory when the engine is ready: of one sequence of the longest length, and of a burst."""
         if self.plan is None or self._growth is None:
             return 0
-        return min(1 + cdiv(self.longest, self.plan.block_size) + self._growth.burst, self.plan.at_start, self.blocks)
+        wanted = 1 + cdiv(self.longest, self.plan.block_size) + self._growth.burst
+        return min(wanted, self.division.near + self.plan.at_start, self.blocks)
 
     def promise(self, blocks: int) -> None:
         """Lets other engines of this machine know that this rank may take host memory for so many blocks."""
@@ -282,7 +285,7 @@ class EngineState:
         self.others = {i: group.kv_cache_spec.block_size for i, group in groups if ours.isdisjoint(group.layer_names)}
         self.places.cover(kv_cache_config.num_blocks)
         specs = [group.kv_cache_spec for _, group in groups]
-        self.blocks = summary_blocks_of(specs, self._config, kv_cache_config.num_blocks)
+        self.division = Division.among(specs, self._config, kv_cache_config.num_blocks)
         self.last = max((impl.number for impl in self.impls), default=-1)
         pages = {n: group.kv_cache_spec.block_size for _, group in groups for n in group.layer_names}
         layers = self._config.compilation_config.static_forward_context
@@ -292,7 +295,8 @@ class EngineState:
         if why and self.shapes[0].device.type == "cuda":
             _log.info("kvrecall: FlashAttention does not serve short sequences: %s", why)
         if self.plan is not None:
-            self._growth = Growth(self.plan, self.blocks, self.settings.host_memory is not None, self._tell_taken)
+            everything, near = self.settings.host_memory is not None, self.division.near
+            self._growth = Growth(self.plan, self.blocks, everything, self._tell_taken, near)
 
     @property
     def _limits(self) -> Limits:
@@ -357,7 +361,7 @@ class EngineState:
         """A layer on a GPU, one of `layers`; layers of one shape share scratch. scales: of rows in eight bits."""
         if not self._scratch:
             memory = int(torch.cuda.mem_get_info(shape.device)[1] * self._config.cache_config.gpu_memory_utilization)
-            far = self.settings.residency == "host"  # other rows lie on the device
+            far = self.settings.host_memory != 0  # other rows lie on the device
             size = size_of(self.settings.method, shape, layers, self.most, memory) if far else (0, 0)
             self.places = Places(*size, shape.device)
         known, settings, self._aside = self._scratch.get(shape), self.settings, self._aside or Aside(shape.device)

@@ -7,7 +7,7 @@ Blocks of summaries decide about prefixes, because rows of all cached blocks are
 cached blocks, pages that other sequences have left are found by their hashes. The others are new, and are restored from the
 host (`refill.py`).
 
-Pages need no host memory. So the last blocks of an engine (`capacity.summary_blocks`) are for windows alone. They take others
+Pages need no rows of a block. So the last blocks of an engine (`capacity.Division`) are for windows alone. They take others
 when these are used up.
 """
 
@@ -27,7 +27,7 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from kvrecall.core.launch import cdiv
-from kvrecall.step.capacity import needed_blocks, summary_blocks_of, window_blocks
+from kvrecall.step.capacity import Division, needed_blocks, window_blocks
 from kvrecall.step.plan import window_start
 from kvrecall.step.stream import runs
 
@@ -227,12 +227,14 @@ class WindowManager(SlidingWindowManager):
 @dataclass(frozen=True, kw_only=True)
 class WindowSpec(SlidingWindowSpec):
     """Spec of the window. whole: sequences of fewer tokens keep all of them (`plan.window_start`). passes: most passes in
-    flight. ahead: draft tokens that may be rejected. host_blocks: blocks whose rows fit into host memory; 0 if all do."""
+    flight. ahead: draft tokens that may be rejected. host_blocks: blocks whose rows fit into host memory; None: blocks are not
+    divided. row_bytes: of the rows of a block of the layer."""
 
     whole: int = 0
     passes: int = 1
     ahead: int = 0
-    host_blocks: int = field(default=0, compare=False)
+    host_blocks: int | None = field(default=None, compare=False)
+    row_bytes: int = field(default=0, compare=False)
 
     def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
         """Most pages of one sequence: its window's, and those that passes in flight will free."""
@@ -245,7 +247,7 @@ def divide(scheduler: Any) -> None:
     managers = [manager for manager in coordinator.single_type_managers if isinstance(manager, WindowManager)]
     pool = coordinator.block_pool
     specs = [group.kv_cache_spec for group in config.kv_cache_groups]
-    first = summary_blocks_of(specs, scheduler.vllm_config, config.num_blocks)
+    first = Division.among(specs, scheduler.vllm_config, config.num_blocks).rows
     if not managers or first == config.num_blocks:
         return
     last = pool.blocks[first:]

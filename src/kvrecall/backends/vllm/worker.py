@@ -1,5 +1,5 @@
-"""vLLM's worker with a limit by host memory: blocks of summaries must fit on device and host, those of windows on the device.
-Rows are page-locked at the start, ahead of need, or when blocks are handed out."""
+"""vLLM's worker, which divides device memory among summaries, windows and rows, and knows how many rows fit into host memory.
+That is page-locked at the start, ahead of need, or when blocks are handed out."""
 
 # Only imported where vLLM is installed.
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportAttributeAccessIssue=false
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,9 +25,8 @@ from kvrecall.backends.vllm.whole import Graphs
 from kvrecall.backends.vllm.window_pages import WindowSpec
 from kvrecall.core.errors import HostMemoryError, ParameterError
 from kvrecall.core.launch import cdiv
-from kvrecall.step.capacity import needed_blocks, summary_blocks_of
+from kvrecall.step.capacity import Division, most_blocks, needed_blocks
 from kvrecall.step.settings import whole_below
-from kvrecall.step.stream import HostBlocks
 
 try:
     from vllm.v1.core.kv_cache_planning import get_kv_cache_groups
@@ -59,47 +59,39 @@ class Worker(StockWorker):
         for an unsupported block size."""
         engine = EngineState.of(self.vllm_config)
         specs = alike(super().get_kv_cache_spec(), engine.names)
-        blocks = engine.host_plan(self.rank).blocks if engine.divides else 0
+        blocks = engine.host_plan(self.rank).blocks if engine.divides else None
         return {n: replace(x, host_blocks=blocks) if isinstance(x, WindowSpec) else x for n, x in specs.items()}
 
     @kept()
     def determine_available_memory(self) -> int:
-        """Device bytes for pages. Without kvrecall's scheduler, which gives blocks without host memory to windows alone, of at
-        most the blocks whose rows fit on the host. Raises HostMemoryError if one sequence of the longest length does not
-        fit."""
+        """Device bytes for pages, without those for rows. Without kvrecall's scheduler, which gives blocks without rows to
+        windows alone, of at most the blocks whose rows fit on the host. Raises HostMemoryError if one sequence of the longest
+        length does not fit."""
         available, engine, config = super().determine_available_memory(), EngineState.of(self.vllm_config), self.vllm_config
         groups, size = get_kv_cache_groups(config, self.get_kv_cache_spec()), config.cache_config.block_size
         per_block = max(len(group.layer_names) * group.kv_cache_spec.page_size_bytes for group in groups)
-        if engine.settings.residency == "device":
-            return self._with_rows(available, per_block, size)
         specs, plan = [group.kv_cache_spec for group in groups], engine.host_plan(self.rank)
         needed = needed_blocks(specs, config)
         least = needed_blocks([x for x in specs if not isinstance(x, WindowSpec)], config) if engine.divides else needed
-        if plan.blocks < least:
-            raise HostMemoryError(least * plan.block_bytes, plan.limit, engine.longest)
+        divided = partial(Division.among, specs, config)
+        most = most_blocks(available, per_block, plan.block_bytes, divided)
+        if not engine.divides:
+            most = min(most, plan.blocks)
+        division = divided(most)
+        if max(division.rows, plan.blocks) < least:
+            raise HostMemoryError((least - division.near) * plan.block_bytes, plan.limit, engine.longest)
         override = config.cache_config.num_gpu_blocks_override
-        if override is not None and override > plan.blocks and not engine.divides:  # vLLM does not check it
-            raise ParameterError("num_gpu_blocks_override", f"at most {plan.blocks:,} (host memory)", override, "Lower it.")
-        allowed = available if engine.divides else min(available, plan.blocks * per_block)
-        blocks = allowed // per_block if override is None else override
-        with_rows = summary_blocks_of(specs, config, blocks)
-        engine.promise(max(0, with_rows))
+        if override is not None and override > most and (division.near or not engine.divides):  # vLLM does not check it
+            raise ParameterError("num_gpu_blocks_override", f"at most {most:,}, whose rows fit", override, "Lower it.")
+        blocks = most if override is None else override
+        division = divided(blocks)
+        engine.promise(max(0, division.rows - division.near))
         _log.info(
-            "kvrecall: %d blocks of %d tokens, of which %d have host memory (%.1f GiB hold %d); %d tokens need %d",
-            blocks, size, with_rows, plan.limit / 2**30, plan.blocks, engine.longest, needed,
+            "kvrecall: %d blocks of %d tokens, %d with rows in device memory, %d in host memory (%.1f GiB hold %d); "
+            "%d tokens need %d",
+            blocks, size, division.near, division.rows - division.near, plan.limit / 2**30, plan.blocks, engine.longest, needed,
         )  # fmt: skip
-        return allowed
-
-    def _with_rows(self, available: int, per_block: int, size: int) -> int:
-        """Device bytes for pages of `per_block` bytes each, if the rows of the blocks lie on the device, too."""
-        engine, override = EngineState.of(self.vllm_config), self.vllm_config.cache_config.num_gpu_blocks_override
-        rows = HostBlocks.of_all(engine.shapes, size)
-        blocks = available // (per_block + rows)
-        if override is not None and override > blocks:  # vLLM does not check it
-            told = f"at most {blocks:,}, the device has no more with their rows"
-            raise ParameterError("num_gpu_blocks_override", told, override, "Lower it.")
-        _log.info("kvrecall: %d blocks of %d tokens, rows on the device", blocks, size)
-        return blocks * per_block
+        return most * per_block
 
     @kept()
     def initialize_from_config(self, kv_cache_config: Any) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvrecall.cache.paged_rows import Fresh, Held, Recent, head_rows, load_part
 from kvrecall.core.launch import cdiv, launch, next_power_of_2
-from kvrecall.core.structs import lasting_tensors
+from kvrecall.core.structs import Pool, lasting_tensors
 from kvrecall.index.base import LayerShape, PagedKernels, PagedPrompts, PagedSizes
 from kvrecall.index.units.kernels import UnitSource
 from kvrecall.index.units.paged import pages_in
@@ -68,7 +68,7 @@ def summarise_page(own, i_piece, newest, rows, BLOCK: tl.constexpr, D: tl.conste
 @triton.jit(do_not_specialize=["i_row", "past"])
 def pages_kernel(fresh, held, window, own, i_row, past, BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
     """Program (page, KV head): a page that a chunk completes of the prompt in this row of the batch, after `past` tokens with
-    rows on the host."""
+    rows in blocks."""
     newest = (past // own.PAGE + tl.program_id(0) + 1) * own.PAGE - 1
     rows = head_rows(fresh, window, held, 0, 0, past, past, i_row.to(tl.int64), tl.program_id(1), D)
     summarise_page(own, 0, newest, rows, BLOCK, D, BD)
@@ -93,8 +93,8 @@ class PageKernels(PagedKernels):
             self._search = like._search
         self.together, self.ids = sizes.together, self._search.ids
 
-    def bind(self, pages: Tensor, rows: Tensor) -> None:
-        self._size, self._rows = rows.shape[2], rows
+    def bind(self, pages: Tensor, pool: Pool) -> None:
+        self._size, self._pool = pool.rows.shape[2], pool
         self._reps = pages_in(pages, self._kind, self._shape, self._size)
 
     def summary(self) -> tuple[Any, PageArguments]:
@@ -105,7 +105,7 @@ class PageKernels(PagedKernels):
     def store(self, keys: Tensor, prompts: PagedPrompts) -> None:
         (_, heads, dim), page, blocks = keys.shape, self._kind.tokens, prompts.blocks
         assert keys.stride(2) == 1 and (heads == 1 or keys.stride(1) == dim), "heads of a token lie side by side"
-        held = Held(self._rows, blocks, blocks.stride(0), heads)
+        held = Held(*self._pool, blocks, blocks.stride(0), heads)
         window = Recent(keys, blocks, 0, 1, 0, 0, 0)  # of which nothing is read
         for row, first, tokens in prompts.spans:
             own = keys[tokens]

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvrecall.core.launch import cdiv
-from kvrecall.core.structs import lasting_tensors
+from kvrecall.core.structs import Pool, lasting_tensors
 from kvrecall.index.base import LayerShape, PagedKernels, PagedPrompts, PagedSizes
 from kvrecall.index.sphere.codes import BLOCK, MIN_ALPHA, magnitude_levels, magnitude_thresholds, weight_range
 from kvrecall.index.sphere.cos_sin import SPAN
@@ -97,8 +97,8 @@ class CodeKernels(PagedKernels):
             """int32 `[H_kv]`, not 0 after a key of zero norm."""
             self._counts = torch.zeros(1, dtype=torch.int32, device=shape.device)
 
-    def bind(self, pages: Tensor, rows: Tensor) -> None:
-        self._codes = self._index.layout(self._shape, rows.shape[2]).codes(pages)
+    def bind(self, pages: Tensor, pool: Pool) -> None:
+        self._codes = self._index.layout(self._shape, pool.rows.shape[2]).codes(pages)
 
     def take_statistics(self, shape: LayerShape) -> None:
         self._maps.load(Maps.of(shape, self._index))
