@@ -102,7 +102,7 @@ def load_rows(
     R: tl.constexpr = b_id.shape[0]
     o_d = tl.arange(0, BD)
     m_row = m_read[:, None] & (o_d < D)[None, :]
-    if p_pool.dtype.element_ty == tl.uint8:
+    if p_pool.dtype.element_ty == tl.uint8:  # which lie on the host
         X: tl.constexpr = max(2, THREADS // R)
         p_row = p_pool + row_offset(p_table, b_id, m_id, i_kv, HEADS, BLOCK, D, BEHIND)[:, None] + o_d[None, :]
         p_scale = scale_pointer(p_pool, p_table, b_id, m_id, i_kv, HEADS, BLOCK, D)

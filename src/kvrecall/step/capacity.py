@@ -27,6 +27,8 @@ from kvrecall.step.summaries import width_of
 
 _WINDOWS_SHARE = 8
 """One of so many blocks at least is for windows alone."""
+_STEP = 16
+"""Blocks with rows in device memory are a multiple of this: Triton compiles other kernels for other numbers."""
 
 
 def window_page_tokens(shape: LayerShape, width: int, block_size: int) -> int:
@@ -79,16 +81,20 @@ class Division:
         windows get a third, and rows the rest.
 
         needed, window: blocks of one sequence of the longest length without its window, with the one that vLLM reserves, and
-        of its window. page_bytes, row_bytes: of a block of one layer, its page and its rows."""
+        of its window. page_bytes, row_bytes: of a block of one layer, its page and its rows; row_bytes is 0 if none may lie in
+        device memory."""
         least = max(window, min(blocks // _WINDOWS_SHARE, blocks - needed))
         left = blocks - least - host_blocks
-        near = max(left * 2 * page_bytes // (3 * page_bytes + row_bytes), min(left, needed - host_blocks), 0)
-        return Division(near, min(blocks - least, near + host_blocks))
+        if not row_bytes or left <= 0:
+            return Division(0, min(blocks - least, host_blocks))
+        share = left * 2 * page_bytes // (3 * page_bytes + row_bytes)
+        near = max(share // _STEP * _STEP, min(left, needed - host_blocks))
+        return Division(near, near + host_blocks)
 
     @staticmethod
     def among(specs: Sequence[Any], config: Any, blocks: int) -> Division:
-        """The same for `blocks` blocks of the cache groups with these specs; all have rows in host memory where no window's
-        spec tells how many."""
+        """The same for `blocks` blocks of the cache groups with these specs. Where no window's spec tells how many host memory
+        holds, all are to have rows there."""
         windows = [spec for spec in specs if getattr(spec, "host_blocks", None) is not None]
         if not windows:
             return Division(0, blocks)
@@ -108,14 +114,16 @@ def most_blocks(available: int, page_bytes: int, row_bytes: int, divided: Callab
 class Capacity:
     """Blocks of one rank.
 
-    device_block_bytes: of a block in all layers. host: memory for rows. sequence_blocks: of one sequence of the longest length.
-    window_blocks: of its window with passes in flight; steady_blocks: of its window while it decodes.
+    device_block_bytes, row_bytes: of a block in all layers; row_bytes is 0 if none may lie on the device. host: memory for
+    rows. sequence_blocks: of one sequence of the longest length. window_blocks: of its window with passes in flight;
+    steady_blocks: of its window while it decodes.
     """
 
     block_size: int
     page_tokens: int
     device_block_bytes: int
     host: HostPlan
+    row_bytes: int
     sequence_blocks: int
     window_blocks: int
     steady_blocks: int
@@ -123,17 +131,18 @@ class Capacity:
     @staticmethod
     def of(
         settings: Settings, shapes: Sequence[LayerShape], block_size: int, longest: int, passes: int,
-        ranks: int = 1, ahead: int = 0,
+        ranks: int = 1, ahead: int = 0, gpu: bool = True,
     ) -> Capacity:  # fmt: skip
         """For layers of these shapes, with pages of equal size, in one cache group. longest: tokens of a sequence. passes: most
-        passes in flight. ranks: as for `HostPlan.of`."""
+        passes in flight. ranks: as for `HostPlan.of`. gpu: whether device and host are two kinds of memory."""
         check_block_size(block_size, least_block(settings.method))
         shape, local, whole = shapes[0], settings.method.local_tokens, whole_below(settings.method)
         width = width_of(settings.index, settings.method.estimate_config(), shape)
         page = window_page_tokens(shape, width, block_size)
+        host = HostPlan.of(list(shapes), block_size, settings.host_memory, ranks)
         return Capacity(
-            block_size, page, block_size * shape.kv_heads * width * len(shapes),
-            HostPlan.of(list(shapes), block_size, settings.host_memory, ranks), cdiv(longest, block_size),
+            block_size, page, block_size * shape.kv_heads * width * len(shapes), host, host.block_bytes if gpu else 0,
+            cdiv(longest, block_size),
             window_blocks(local, whole, page, longest, passes, ahead), window_blocks(local, whole, page, longest),
         )  # fmt: skip
 
@@ -144,12 +153,12 @@ class Capacity:
 
     def divided(self, blocks: int) -> Division:
         """What so many blocks on the device hold."""
-        sizes = self.device_block_bytes, self.host.block_bytes
+        sizes = self.device_block_bytes, self.row_bytes
         return Division.of(blocks, self.host.blocks, 1 + self.sequence_blocks, self.window_blocks, *sizes)
 
     def most(self, device_bytes: int) -> int:
         """How many blocks fit into so many bytes on the device."""
-        return most_blocks(device_bytes, self.device_block_bytes, self.host.block_bytes, self.divided)
+        return most_blocks(device_bytes, self.device_block_bytes, self.row_bytes, self.divided)
 
     def sequences(self, blocks: int) -> int:
         """How many decoding sequences of the longest length fit into `blocks` blocks."""

@@ -290,7 +290,7 @@ class DeviceLayer:
         self.index = index.paged_kernels(_divided(shape, scales[0]), sizes, None if scratch is None else scratch.index)
         self.scratch = scratch or Scratch(method, self.index, shape, longest)
         self._every = 1 << (min(_RUN, method.local_tokens - drafts).bit_length() - 1)
-        """Most tokens whose rows are not on the host yet; they are in the window."""
+        """Most tokens whose rows are not in their block yet; they are in the window."""
         self._phase = number * _SPREAD % self._every
         device, none = shape.device, torch.empty(0, dtype=shape.stored_dtype, device=shape.device)
         with lasting_tensors():

@@ -136,8 +136,8 @@ class Settings:
         params: dict[str, Any] = current(given)
         name, memory = params.pop("method", DEFAULT), params.pop("host_memory", None)
         if "residency" in params:
-            why = "rows fill the device's memory, then the host's"
-            raise CompositionError("vLLM with residency", why, 'Leave it out; "host_memory": 0 keeps all rows on the device.')
+            why = "rows lie on the device as far as it has room beside the summaries of rows on the host"
+            raise CompositionError("vLLM with residency", why, 'Leave it out; with "host_memory": 0 all of them do.')
         if not isinstance(name, str):
             raise ParameterError("method", "a method as text", name, _served())
         told = spelled(name)

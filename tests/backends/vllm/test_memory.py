@@ -59,7 +59,7 @@ def test_a_block_s_number_tells_where_its_rows_are() -> None:
         assert address == host.run(block, 1).data_ptr() and host.rows[block - 12].unique() == block
     everything = RowBlocks(4, SHAPE, SIZE, near=4)
     everything.commit(9)
-    assert everything.pool[1:] == (4, 0) and everything.given == 4
+    assert everything.pool.rows is everything.run(0, 4)._base and everything.pool.NEAR == 16 and everything.given == 4
 
 
 def test_device_memory_is_divided_among_windows_and_rows() -> None:
@@ -70,8 +70,8 @@ def test_device_memory_is_divided_among_windows_and_rows() -> None:
 
     assert among(80) == Division(0, 70), "an eighth is for windows alone"
     assert among(30) == Division(0, 25) and among(26, host=3) == Division(17, 20), "one sequence of the longest length"
-    assert among(800) == Division(200, 300), "600 blocks are left: 200 with pages and rows, 400 pages, half as many bytes"
-    assert among(800, host=0) == Division(233, 233)
+    assert among(800) == Division(192, 292), "600 blocks are left: 200 with pages and rows, 400 pages, half as many bytes"
+    assert among(800, host=0) == Division(224, 224) and among(800, row_bytes=0) == Division(0, 100), "no rows on the device"
     before = Division(0, 0)
     for blocks in range(30, 900):
         now = among(blocks)

@@ -1,7 +1,7 @@
 """The classes of a vLLM attention backend, over `PagedLayer` on CPUs and `DeviceLayer` on GPUs.
 
-Pages hold summaries. Keys and values lie in host memory under the same physical block ids, so prefix caching, preemption,
-abort, parallel sampling and tensor parallelism are vLLM's own.
+Pages hold summaries. Keys and values lie in device or host memory under the same physical block ids, so prefix caching,
+preemption, abort, parallel sampling and tensor parallelism are vLLM's own.
 """
 
 # Only imported where vLLM is installed.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvrecall.backends.vllm.refused import can_refuse
 from kvrecall.core.errors import CompositionError, ParameterError
 from kvrecall.step.settings import FP8, Settings
 
@@ -26,6 +27,8 @@ def checked(vllm_config: Any) -> Settings:
     do not work."""
     settings, cache = Settings.of(vllm_config.additional_config), vllm_config.cache_config
     _check_options(vllm_config)
+    if settings.host_memory == 0:
+        _check_device_memory(vllm_config)
     settings.check_drafts(drafts_of(vllm_config))
     if on_gpu(vllm_config):
         settings.check_gpu()
@@ -38,6 +41,13 @@ def checked(vllm_config: Any) -> Settings:
 def on_gpu(vllm_config: Any) -> bool:
     """Whether the engine runs on an NVIDIA GPU."""
     return getattr(getattr(vllm_config, "device_config", None), "device_type", None) == "cuda"
+
+
+def _check_device_memory(config: Any) -> None:
+    """Raises CompositionError where device memory cannot hold all rows."""
+    why = "" if can_refuse(config) else "only kvrecall's scheduler, on the machine of all ranks, divides device memory"
+    if why := why or ("" if on_gpu(config) else "rows of a CPU lie in host memory"):
+        raise CompositionError("vLLM with kvrecall and host_memory=0", why, "Leave host_memory out.")
 
 
 def _check_worker(chosen: str) -> None:

@@ -144,10 +144,9 @@ class EngineState:
     def row_blocks(self, blocks: int, shape: LayerShape, block_size: int) -> RowBlocks:
         """Memory for the rows of a layer."""
         growth = self._growth
-        if growth is None:  # for a trial
-            return RowBlocks(blocks, shape, block_size, 1)
-        near = self.division.near if shape.device.type == "cuda" else 0  # a CPU has one kind of memory
-        made = RowBlocks(min(blocks, self.blocks), shape, block_size, growth.given, near)
+        if growth is None:  # for a trial, in block 0
+            return RowBlocks(blocks, shape, block_size, 1, blocks if shape.device.type == "cuda" else 0)
+        made = RowBlocks(min(blocks, self.blocks), shape, block_size, growth.given, self.division.near)
         growth.hosts.append(made)
         return made
 
@@ -286,6 +285,7 @@ class EngineState:
         self.places.cover(kv_cache_config.num_blocks)
         specs = [group.kv_cache_spec for _, group in groups]
         self.division = Division.among(specs, self._config, kv_cache_config.num_blocks)
+        self._compiled = self._compiled and bool(self.division.near)  # trials had rows in device memory
         self.last = max((impl.number for impl in self.impls), default=-1)
         pages = {n: group.kv_cache_spec.block_size for _, group in groups for n in group.layer_names}
         layers = self._config.compilation_config.static_forward_context

@@ -25,9 +25,10 @@ def choose_scheduler(config: Any) -> None:
 
 
 def can_refuse(config: Any) -> bool:
-    """Whether there is a scheduler that a rank can tell: kvrecall's, on the machine of all ranks."""
+    """Whether there is a scheduler that a rank can tell: kvrecall's, or none yet, on the machine of all ranks."""
     chosen = config.scheduler_config.scheduler_cls
-    return isinstance(chosen, str) and chosen.startswith(_SCHEDULERS) and not ranks_elsewhere(config.parallel_config)
+    own = chosen is None or (isinstance(chosen, str) and chosen.startswith(_SCHEDULERS))
+    return own and not ranks_elsewhere(config.parallel_config)
 
 
 def handed_out(scheduler_output: Any) -> Iterator[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""vLLM's scheduler. It keeps blocks without host memory for windows, tells the workers which pages of them to restore
+"""vLLM's scheduler. It keeps blocks without rows for windows, tells the workers which pages of them to restore
 (`window_pages.py`), and ends requests whose blocks get no host memory (`refused.py`)."""
 
 # Only imported where vLLM is installed.

@@ -139,7 +139,7 @@ class WindowLayer(nn.Module, AttentionLayerBase):
             block_size=window_page_tokens(shape, self.width, size), num_kv_heads=shape.kv_heads, head_size=shape.head_dim,
             dtype=shape.stored_dtype, sliding_window=self.tokens, page_size_padded=size * shape.kv_heads * self.width,
             whole=self.passes.below, passes=passes_of(vllm_config), ahead=ahead_of(drafts_of(vllm_config)),
-            row_bytes=RowBlocks.block_bytes(shape, size),
+            row_bytes=RowBlocks.block_bytes(shape, size) if shape.device.type == "cuda" else 0,
         )  # fmt: skip
 
 

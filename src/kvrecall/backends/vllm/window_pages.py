@@ -3,9 +3,9 @@
 A short sequence has pages for all its tokens, a longer one for its last ones, also while a long prompt is read; until the end
 of a run they are the only place of its newest rows.
 
-Blocks of summaries decide about prefixes, because rows of all cached blocks are in host memory. If a sequence begins behind
+Blocks of summaries decide about prefixes, because all cached blocks have rows. If a sequence begins behind
 cached blocks, pages that other sequences have left are found by their hashes. The others are new, and are restored from the
-host (`refill.py`).
+blocks' rows (`refill.py`).
 
 Pages need no rows of a block. So the last blocks of an engine (`capacity.Division`) are for windows alone. They take others
 when these are used up.
@@ -43,7 +43,7 @@ class WindowManager(SlidingWindowManager):
     def __init__(self, kv_cache_spec: WindowSpec, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
         self._own: Any = None
-        """The pool of blocks that only this group takes; None before `divide`, and where every block has host memory."""
+        """The pool of blocks that only this group takes; None before `divide`, and where every block has rows."""
         self._first = 0
         """Its lowest block."""
         self._released: dict[str, int] = {}
@@ -228,7 +228,7 @@ class WindowManager(SlidingWindowManager):
 class WindowSpec(SlidingWindowSpec):
     """Spec of the window. whole: sequences of fewer tokens keep all of them (`plan.window_start`). passes: most passes in
     flight. ahead: draft tokens that may be rejected. host_blocks: blocks whose rows fit into host memory; None: blocks are not
-    divided. row_bytes: of the rows of a block of the layer."""
+    divided. row_bytes: of the rows of a block of the layer, if device memory may hold them, else 0."""
 
     whole: int = 0
     passes: int = 1

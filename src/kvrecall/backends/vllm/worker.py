@@ -64,9 +64,9 @@ class Worker(StockWorker):
 
     @kept()
     def determine_available_memory(self) -> int:
-        """Device bytes for pages, without those for rows. Without kvrecall's scheduler, which gives blocks without rows to
-        windows alone, of at most the blocks whose rows fit on the host. Raises HostMemoryError if one sequence of the longest
-        length does not fit."""
+        """Device bytes for pages, without those for rows. Only kvrecall's scheduler gives blocks without rows to windows alone;
+        with another one, pages are those of blocks whose rows fit on the host. Raises HostMemoryError if one sequence of the
+        longest length does not fit."""
         available, engine, config = super().determine_available_memory(), EngineState.of(self.vllm_config), self.vllm_config
         groups, size = get_kv_cache_groups(config, self.get_kv_cache_spec()), config.cache_config.block_size
         per_block = max(len(group.layer_names) * group.kv_cache_spec.page_size_bytes for group in groups)
@@ -81,10 +81,10 @@ class Worker(StockWorker):
         if max(division.rows, plan.blocks) < least:
             raise HostMemoryError((least - division.near) * plan.block_bytes, plan.limit, engine.longest)
         override = config.cache_config.num_gpu_blocks_override
-        if override is not None and override > most and (division.near or not engine.divides):  # vLLM does not check it
-            raise ParameterError("num_gpu_blocks_override", f"at most {most:,}, whose rows fit", override, "Lower it.")
         blocks = most if override is None else override
         division = divided(blocks)
+        if blocks > most and (division.near or not engine.divides):  # vLLM does not check it
+            raise ParameterError("num_gpu_blocks_override", f"at most {most:,}, whose rows fit", override, "Lower it.")
         engine.promise(max(0, division.rows - division.near))
         _log.info(
             "kvrecall: %d blocks of %d tokens, %d with rows in device memory, %d in host memory (%.1f GiB hold %d); "
