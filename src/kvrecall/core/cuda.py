@@ -64,20 +64,6 @@ def check(status: int) -> None:
         raise RuntimeError(f"CUDA error {status}: {(text.value or b'unknown').decode()}")
 
 
-_DEVICE_POINTER = 3
-"""CU_POINTER_ATTRIBUTE_DEVICE_POINTER."""
-
-
-def device_address(tensor: Tensor) -> int:
-    """Where a GPU finds a tensor in page-locked host memory; without a GPU, where the tensor is. Raises RuntimeError if the
-    driver reports an error."""
-    if not torch.cuda.is_available():
-        return tensor.data_ptr()
-    found = ctypes.c_uint64()
-    check(cuda_driver().cuPointerGetAttribute(ctypes.byref(found), _DEVICE_POINTER, ctypes.c_uint64(tensor.data_ptr())))
-    return found.value
-
-
 _HOST, _DEVICE = 1, 2
 """Values of CUmemorytype."""
 _INVALID_CONTEXT = 201

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from kvrecall.cache.copies import rotate
 from kvrecall.cache.host_memory import Region, touch
-from kvrecall.core.cuda import device_address
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.launch import cdiv
 from kvrecall.core.pieces import PIECE_TOKENS
@@ -50,7 +49,7 @@ class RowBlocks:
             return Pool(self.rows)
         if self._region is None:
             return Pool(self._near_rows, cdiv(self.near, 16) * 16, 1 << 40)
-        between = device_address(self.rows) - self._near_rows.data_ptr()
+        between = self.rows.data_ptr() - self._near_rows.data_ptr()
         return Pool(self._near_rows, self.near, between // self.rows.itemsize - self._near_rows.numel())
 
     def run(self, first: int, count: int) -> Tensor:
