@@ -149,16 +149,21 @@ class Estimated(Protocol):
         ...
 
 
+FAR_BIAS = 1 << 60
+"""Is added to `Pool.FAR`, so that it never fits into 32 bits: Triton would compile a kernel once more for the layers whose
+memory lies side by side."""
+
+
 class Pool(NamedTuple):
     """Rows of all blocks of a layer, for kernels.
 
     rows: `[·, H_kv, block_size, 2, D]`, contiguous, from block 0 on. Those of blocks from number NEAR on may lie in other
-    memory, FAR elements behind where they would be: the first blocks on the device, the others on the host.
+    memory, FAR - FAR_BIAS elements behind where they would be: the first blocks on the device, the others on the host.
     """
 
     rows: Tensor
     NEAR: int = 0
-    FAR: int = 0
+    FAR: int = FAR_BIAS
 
 
 @dataclass(frozen=True)

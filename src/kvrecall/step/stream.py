@@ -14,7 +14,7 @@ from kvrecall.cache.host_memory import Region, touch
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.launch import cdiv
 from kvrecall.core.pieces import PIECE_TOKENS
-from kvrecall.core.structs import HostTable, Pool, lasting_tensors
+from kvrecall.core.structs import FAR_BIAS, HostTable, Pool, lasting_tensors
 from kvrecall.index.base import LayerShape
 
 STREAMED_TOKENS, PLACES = 8192, 3
@@ -43,14 +43,13 @@ class RowBlocks:
 
     @property
     def pool(self) -> Pool:
-        """All rows, for kernels. With rows in device memory its numbers always have the same types: Triton would compile other
-        kernels for others."""
+        """All rows, for kernels."""
         if not self.near:
             return Pool(self.rows)
-        if self._region is None:
-            return Pool(self._near_rows, cdiv(self.near, 16) * 16, 1 << 40)
+        if self._region is None:  # any number that is not less would do; Triton compiles others for multiples of 16
+            return Pool(self._near_rows, cdiv(self.near, 16) * 16)
         between = self.rows.data_ptr() - self._near_rows.data_ptr()
-        return Pool(self._near_rows, self.near, between // self.rows.itemsize - self._near_rows.numel())
+        return Pool(self._near_rows, self.near, FAR_BIAS + between // self.rows.itemsize - self._near_rows.numel())
 
     def run(self, first: int, count: int) -> Tensor:
         """Rows `[count, H_kv, block_size, 2, D]` of blocks on one side of each border."""

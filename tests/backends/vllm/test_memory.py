@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import kvrecall
+from kvrecall.core.structs import FAR_BIAS
 from kvrecall.step.capacity import Division, most_blocks
 from kvrecall.step.memory import HostPlan, bytes_of
 from kvrecall.step.places import Places
@@ -55,11 +56,18 @@ def test_a_block_s_number_tells_where_its_rows_are() -> None:
     rows, near, far = host.pool
     assert near == 12 and torch.equal(rows[:, 0, 0, 0, 0], torch.arange(12.0))
     for block in range(12, 40):
-        address = rows.data_ptr() + (far + block * rows[0].numel()) * rows.itemsize
+        address = rows.data_ptr() + (far - FAR_BIAS + block * rows[0].numel()) * rows.itemsize
         assert address == host.run(block, 1).data_ptr() and host.rows[block - 12].unique() == block
     everything = RowBlocks(4, SHAPE, SIZE, near=4)
     everything.commit(9)
-    assert everything.pool.rows is everything.run(0, 4)._base and everything.pool.NEAR == 16 and everything.given == 4
+    assert everything.pool.rows is everything.run(0, 4)._base and everything.given == 4
+
+
+@pytest.mark.parametrize(("blocks", "near"), [(9, 0), (9, 9), (20, 16)])
+def test_triton_compiles_one_kernel_wherever_rows_lie(blocks: int, near: int) -> None:
+    """Of an engine's layers, some may have host memory beside that of the device."""
+    _, first, far = RowBlocks(blocks, SHAPE, SIZE, near=near).pool
+    assert first % 16 == 0 and first >= near and far % 16 == 0 and far > 1 << 32
 
 
 def test_device_memory_is_divided_among_windows_and_rows() -> None:

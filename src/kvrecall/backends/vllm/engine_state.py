@@ -285,7 +285,6 @@ class EngineState:
         self.places.cover(kv_cache_config.num_blocks)
         specs = [group.kv_cache_spec for _, group in groups]
         self.division = Division.among(specs, self._config, kv_cache_config.num_blocks)
-        self._compiled = self._compiled and bool(self.division.near)  # trials had rows in device memory
         self.last = max((impl.number for impl in self.impls), default=-1)
         pages = {n: group.kv_cache_spec.block_size for _, group in groups for n in group.layer_names}
         layers = self._config.compilation_config.static_forward_context
