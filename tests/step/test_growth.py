@@ -22,15 +22,17 @@ SLAB = 8
 class Machine:
     """Stands for the memory of two layers: blocks that were touched, and that are locked."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, blocks: int = 100, everything: bool = False) -> None:
-        self.touched, self.locked, self.told = [1], [1], list[int]()
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, blocks: int = 100, everything: bool = False, near: int = 0
+    ) -> None:  # fmt: skip
+        self.touched, self.locked, self.told = [max(1, near)], [max(1, near)], list[int]()
         self.refuses_from, self.now, self.given_back = 1 << 30, 100.0, 0
         monkeypatch.setattr(RowBlocks, "touch", staticmethod(lambda hosts, blocks: self.touched.append(blocks)))
         monkeypatch.setattr(HostPlan, "slab", SLAB)
         monkeypatch.setattr(HostPlan, "check", lambda plan, blocks, ahead=False: self.check())
         monkeypatch.setattr(module, "_BURST", 32 * SIZE)
         monkeypatch.setattr(module, "perf_counter", lambda: self.now)
-        self.growth = Growth(HostPlan.of([SHAPE], SIZE, 1 << 40), blocks, everything, self.told.append)
+        self.growth = Growth(HostPlan.of([SHAPE], SIZE, 1 << 40), blocks, everything, self.told.append, near)
         layer: Any = self
         self.growth.hosts = [layer, layer]
         self.growth.begin_pass()
@@ -60,6 +62,23 @@ def test_a_pass_has_what_it_needs_when_it_begins(monkeypatch: pytest.MonkeyPatch
     machine.growth.hand_out(3)
     machine.growth.hand_out(1000)
     assert machine.growth.given == 100 and machine.told[-1] == 100 * RowBlocks.block_bytes(SHAPE, SIZE)
+
+
+def test_blocks_with_rows_on_the_device_take_no_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread begins when a burst would need more than those."""
+    machine = Machine(monkeypatch, near=60)
+    growth = machine.growth
+    growth.lock_ahead()
+    growth.hand_out(60 - 32)
+    machine.let_all_be_taken(1)
+    assert growth.given == machine.touched[-1] == 60 and not machine.told
+    growth.hand_out(60 - 31)
+    machine.let_all_be_taken(1)
+    assert growth.given == machine.locked[-1] == 61
+    growth.hand_out(62)
+    assert growth.given == 64, "whole pieces"
+    machine.let_all_be_taken(1)
+    assert growth.given == 94 and machine.told[-1] == 34 * RowBlocks.block_bytes(SHAPE, SIZE)
 
 
 def test_what_an_engine_takes_at_the_start_is_not_used_yet(monkeypatch: pytest.MonkeyPatch) -> None:
