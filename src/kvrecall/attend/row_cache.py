@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvrecall.core.launch import cdiv
-from kvrecall.core.triton import NOWHERE, load_rows
+from kvrecall.core.triton import FAR_BIAS, load_rows
 
 WAYS = 8
 """Places that a row may take. Of real selections .01 to .03 fewer hit than if each could take any (`benchmarks.row_cache`)."""
@@ -42,7 +42,7 @@ class CacheArguments(NamedTuple):
 @triton.jit
 def cached_rows(
     p_pool, p_table, cache, i_place, b_id, i_kv, HEADS,
-    BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, WAYS: tl.constexpr, NEAR=0, FAR=NOWHERE,
+    BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, WAYS: tl.constexpr, NEAR=0, FAR=FAR_BIAS,
     SPLIT: tl.constexpr = False,
 ):  # fmt: skip
     """K and V `[R, BD]` of tokens b_id `[R]` (-1: none) of one KV head, and how many were read from the host.

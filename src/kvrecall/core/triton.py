@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kvrecall.core.structs import FAR_BIAS
+from kvrecall.core import structs
 
 
 @triton.jit
@@ -49,15 +49,15 @@ def capped(b_logit, softcap):
 
 BEHIND = tl.constexpr(8)
 """Bytes of a row's scales, behind the numbers of its block."""
-NOWHERE = tl.constexpr(FAR_BIAS)
-"""FAR of rows that all lie in one memory."""
+FAR_BIAS = tl.constexpr(structs.FAR_BIAS)
+"""In a kernel; also FAR of rows that all lie in one memory."""
 THREADS = tl.constexpr(128)
 """Scales of R rows are loaded as a tile of so many numbers, so that no two warps load the same ones over the bus."""
 
 
 @triton.jit
 def row_offset(
-    p_table, b_id, m_id, i_kv, HEADS, BLOCK: tl.constexpr, D: tl.constexpr, SCALES: tl.constexpr = 0, NEAR=0, FAR=NOWHERE
+    p_table, b_id, m_id, i_kv, HEADS, BLOCK: tl.constexpr, D: tl.constexpr, SCALES: tl.constexpr = 0, NEAR=0, FAR=FAR_BIAS
 ):  # fmt: skip
     """Offsets in elements, int64, of the rows `[2, D]` of tokens b_id >= 0 of one KV head.
 
@@ -75,7 +75,7 @@ def row_offset(
 @triton.jit
 def far_offset(b_block, NEAR, FAR):
     """What is added to the offset of a row of a block; see `core.structs.Pool`."""
-    return tl.where(b_block >= NEAR, FAR - NOWHERE, 0)
+    return tl.where(b_block >= NEAR, FAR - FAR_BIAS, 0)
 
 
 @triton.jit
@@ -97,7 +97,7 @@ def widened(b_code):
 @triton.jit
 def load_rows(
     p_pool, p_table, b_id, m_id, m_read, i_kv, HEADS, p_like, BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, NEAR=0,
-    FAR=NOWHERE,
+    FAR=FAR_BIAS,
 ):  # fmt: skip
     """K and V `[R, BD]`, in the dtype of p_like, of tokens b_id `[R]` of one KV head; 0 where not m_read.
 

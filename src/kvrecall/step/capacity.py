@@ -28,7 +28,8 @@ from kvrecall.step.summaries import width_of
 _WINDOWS_SHARE = 8
 """One of so many blocks at least is for windows alone."""
 _STEP = 16
-"""Blocks with rows in device memory are a multiple of this: Triton compiles other kernels for other numbers."""
+"""Blocks with rows in device memory are a multiple of this, unless one sequence needs more: Triton compiles other kernels for
+other numbers."""
 
 
 def window_page_tokens(shape: LayerShape, width: int, block_size: int) -> int:

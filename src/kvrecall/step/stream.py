@@ -46,7 +46,7 @@ class RowBlocks:
         """All rows, for kernels."""
         if not self.near:
             return Pool(self.rows)
-        if self._region is None:  # any number that is not less would do; Triton compiles others for multiples of 16
+        if self._region is None:  # no block is behind the last: NEAR may be a multiple of 16, for which kernels are compiled
             return Pool(self._near_rows, cdiv(self.near, 16) * 16)
         between = self.rows.data_ptr() - self._near_rows.data_ptr()
         return Pool(self._near_rows, self.near, FAR_BIAS + between // self.rows.itemsize - self._near_rows.numel())

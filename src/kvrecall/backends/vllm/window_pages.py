@@ -3,9 +3,9 @@
 A short sequence has pages for all its tokens, a longer one for its last ones, also while a long prompt is read; until the end
 of a run they are the only place of its newest rows.
 
-Blocks of summaries decide about prefixes, because all cached blocks have rows. If a sequence begins behind
-cached blocks, pages that other sequences have left are found by their hashes. The others are new, and are restored from the
-blocks' rows (`refill.py`).
+Blocks of summaries decide about prefixes, because all cached blocks have rows. If a sequence begins behind cached blocks, pages
+that other sequences have left are found by their hashes. The others are new, and are restored from the blocks' rows
+(`refill.py`).
 
 Pages need no rows of a block. So the last blocks of an engine (`capacity.Division`) are for windows alone. They take others
 when these are used up.
