@@ -301,7 +301,7 @@ def test_a_step_and_prompts_over_blocks_of_vllm(
     decoded = plan.fill(torch.tensor([0, 1, 2, 9], **ints), torch.tensor([800, 3, 7], **ints), blocks, 2)
     window = Window(torch.zeros(9, 2, 16, 2 * dim, dtype=shape.stored_dtype), blocks, torch.zeros(9).long())
     queries, keys = torch.zeros(9, 2 * group, dim, dtype=dtype), torch.zeros(9, 2, dim, dtype=dtype)
-    whole = Pass(2, [Chunk(2, slice(2, 9), 5)], plan, decoded, blocks, torch.zeros(9).long(), {})
+    whole = Pass(2, [Chunk(2, slice(2, 9), 5)], plan, decoded, blocks, torch.zeros(9).long())
 
     def run() -> None:
         k, v = layer.stored(keys, keys)
@@ -362,7 +362,7 @@ def test_pages_and_tokens_over_blocks(
     decoded = plan.fill(torch.tensor([0, 1, 2, 99], **ints), torch.tensor([800, 3, 97], **ints), blocks, 2)
     window = Window(torch.zeros(9, heads, 16, 2 * dim, dtype=dtype), blocks, torch.zeros(99).long())
     queries, keys = torch.zeros(99, 4 * heads, dim, dtype=dtype), torch.zeros(99, heads, dim, dtype=dtype)
-    whole = Pass(2, [Chunk(2, slice(2, 99), 0)], plan, decoded, blocks, torch.zeros(99).long(), {})
+    whole = Pass(2, [Chunk(2, slice(2, 99), 0)], plan, decoded, blocks, torch.zeros(99).long())
     layer.store(keys, keys, whole, window)
     layer.decode(queries, keys, keys, whole, window, torch.zeros_like(queries))
     own = {"paged_step_kernel"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
+from math import inf
 from typing import Any
 
 import torch
@@ -13,12 +14,13 @@ from torch import Tensor
 from kvrecall.attend import attend_causal
 from kvrecall.attend.reference import attend_rows
 from kvrecall.core.structs import AttentionParams, Rows
-from kvrecall.step.device import Chunk, DeviceLayer, Pass, Run, Window
+from kvrecall.step.device import Attend, DeviceLayer, Library, Pass, Run, Window
 from kvrecall.step.places import Places
 from kvrecall.step.plan import PassPlan
 from kvrecall.step.settings import Settings, whole_below
 from kvrecall.step.stream import RowBlocks
 from kvrecall.step.summaries import width_of
+from kvrecall.step.warmup import FakeMetadata
 from tests.step import test_paged as paged
 from tests.step.test_paged import BLOCKS, DIM, HEADS, PADDING, PARAMS, SHAPE, SIZE, method_of
 
@@ -50,9 +52,10 @@ def stored(text: tuple[Tensor, Tensor, Tensor], scales: tuple[float, float]) -> 
 @dataclass
 class Device:
     """A layer, and the scheduler's part of the work. Rows of a pass are in the order that is given. library: a pass without
-    searches has the attention of a library, and prompts that begin or are short. whole_passes: how many had. runs, reads:
-    prompts that began and went on, which were attended to at once, and the tokens of their longest chunk. cached: most
-    sequences with a place in the row cache. scales: of rows in eight bits. near: blocks with rows in device memory."""
+    searches has the attention of a library, and prompts that begin, are short, or lie on the device. whole_passes: how many
+    had. runs, reads, block_reads: prompts that began and went on, in the window and in blocks, which were attended to at once,
+    and the tokens of their longest chunk. cached: most sequences with a place in the row cache. scales: of rows in eight bits.
+    near: blocks with rows in device memory."""
 
     given: dict
     top_k: int
@@ -70,6 +73,7 @@ class Device:
     whole_passes: int = 0
     runs: list[tuple[int, int]] = field(default_factory=list)
     reads: list[tuple[int, int]] = field(default_factory=list)
+    block_reads: list[tuple[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         method = method_of(self.given, top_k=self.top_k)
@@ -132,28 +136,28 @@ class Device:
             torch.tensor([(t[n] + [0] * 200)[:200] for n in new] + [[0] * 200] * padded, dtype=torch.int32, device=self.on)
             for t in (self.tables, self.recent)
         )
-        ints: dict = {"dtype": torch.int32, "device": self.on}
         decodes = sum(0 < stop - start <= 1 + self.drafts for start, stop in pairwise(begins))
-        decoded = self.plan.fill(torch.tensor(begins, **ints), torch.tensor(lengths, **ints), blocks, decodes + padded)
-        chunks = [
-            Chunk(i, slice(begins[i], begins[i + 1]), lengths[i] - (begins[i + 1] - begins[i]))
-            for i in range(decodes, len(new))
-        ]
-        tables = {i: self.tables[name] for i, name in enumerate(new)}
-        asked = Pass(begins[decodes] + rows, chunks, self.plan, decoded, blocks, torch.tensor(slots, device=self.on), tables)
+        starts, ends = (torch.tensor(x, dtype=torch.int32) for x in (begins, lengths))
+        longest, taken = max(stop - start for start, stop in pairwise(begins)), torch.tensor(slots, device=self.on)
+        told = FakeMetadata(starts.to(self.on), starts, ends.to(self.on), ends, longest, blocks, taken)
+        if decodes == len(new):
+            decoded = self.plan.fill(told.query_start_loc, told.seq_lens, blocks, decodes + padded)
+            asked = Pass(begins[decodes] + rows, [], self.plan, decoded, blocks, taken)
+        else:
+            library = Library(self._below, None if self.scales else self._reads) if self.library else None
+            asked = Pass.of(told, self.plan, SIZE, self.drafts, inf if self.near == BLOCKS else self.near, library)
         q, k, v = (
             torch.cat([*(text[i] for text in new.values()), *[next(iter(new.values()))[i][:1]] * rows]).to(self.on)
             for i in range(3)
         )
         out, window = torch.full_like(q, float("nan")), Window(self.pages, recent, torch.tensor(near, device=self.on))
         if self.library:
-            asked = replace(asked, runs=Run.beside((c for c in chunks if not c.past), torch.tensor(begins)))
-            short = Run.beside((c for c in chunks if c.past and c.among < self._below), torch.tensor(begins))
+            short = Run.beside((c for c in asked.chunks if c.past and c.among < self._below), starts)
             reads = [
                 (run.tokens, partial(attend_pages, run.begins.tolist(), lengths[run.rows], recent[run.rows])) for run in short
             ]
             self.reads += [(run.rows.stop - run.rows.start, run.longest) for run in short]
-            window = replace(window, causal=self._causal, reads=reads, whole=self._below)
+            window = replace(window, causal=self._causal, reads=reads)
         if self.library and decodes and max(lengths[:decodes]) < self._below:
             self.whole_passes += 1
             window = replace(window, attend=partial(attend_pages, begins[: decodes + 1], lengths, recent))
@@ -163,6 +167,11 @@ class Device:
             self.layer.forward(q, k, v, asked, window, out)
             self.layer.aside.join()
         return {name: out[begins[i] : begins[i + 1]].cpu() for i, name in enumerate(new)}
+
+    def _reads(self, run: Run, told: Any) -> Attend:
+        """In place of FlashAttention."""
+        self.block_reads.append((run.rows.stop - run.rows.start, run.longest))
+        return partial(attend_pages, run.begins.tolist(), told.seq_lens[run.rows].tolist(), told.block_table_tensor[run.rows])
 
     def _causal(
         self, q: Tensor, k: Tensor, v: Tensor, begins: Tensor, longest: int, params: AttentionParams, out: Tensor

@@ -9,10 +9,11 @@ tables from device memory (`plan.py`). The search is the sphere index's, over th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
+from math import inf
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +23,7 @@ from kvrecall.attend import attend_block, attend_causal
 from kvrecall.attend.row_cache import RowCache
 from kvrecall.core.cuda import to_device
 from kvrecall.core.launch import cdiv, launch, next_power_of_2, overlapping
-from kvrecall.core.structs import AttentionParams, Partial, lasting_tensors
+from kvrecall.core.structs import AttentionParams, Partial, lasting_tensors, sent_integers
 from kvrecall.index.base import SEARCH_FIELDS, IndexConfig, LayerShape, PagedKernels, PagedPrompts, PagedSizes
 from kvrecall.index.statistics import LayerStatistics
 from kvrecall.merge import merge_in_turn
@@ -34,7 +35,7 @@ from kvrecall.step.paged import Refill
 from kvrecall.step.places import Places
 from kvrecall.step.plan import ROW, PassPlan
 from kvrecall.step.settings import DENSE_ROWS, MOST_PARTS, Parts, whole_below
-from kvrecall.step.stream import RowBlocks, Stream
+from kvrecall.step.stream import STREAMED_TOKENS, RowBlocks, Stream
 
 _STORED, _WRITERS = 16, 32
 """Tokens of prompts per program, and most programs that write them to the host: enough for the bus, and they leave the
@@ -49,6 +50,8 @@ _MANY, _MANY_MEAN_PARTS = 16, 4
 _WINDOW_SHARES, _SHARE_ROWS, _WINDOW_ROWS, _WINDOW_STAGES = 2, 2048, 32, 5
 """Then at least for its window; rows of each in the longest one, up to four times as many programs; rows that each attends to
 at a time, and stages of its loop, which reads ahead."""
+_ALL = 1 << 30
+"""More blocks than there are."""
 _RUN = 64
 """Most tokens whose rows go to the host at a time."""
 _SPREAD = 27
@@ -68,8 +71,11 @@ class ChunkAttention(Protocol):
         """To the tokens of the chunk up to each, keys, values `[T, H_kv, D]`."""
         ...
 
-    def past(self, queries: Tensor, rows: Tensor, params: AttentionParams) -> Partial:
-        """To rows `[H_kv, n, K|V, D]` of earlier tokens."""
+    def past(
+        self, queries: Tensor, rows: Tensor, blocks: Tensor | None, tokens: int, params: AttentionParams
+    ) -> Iterator[Partial]:
+        """To earlier tokens, the first `tokens` ones of some blocks, rows `[n, H_kv, block_size, K|V, D]` as they are stored:
+        of the blocks int32 `[m]`, in this order, or of all."""
         ...
 
 
@@ -83,8 +89,23 @@ class OwnChunkAttention:
         q, k, v = (x.transpose(0, 1) for x in (queries, keys, values))
         return attend_causal(q, k, v, params.scaling, params.softcap, self.among)
 
-    def past(self, queries: Tensor, rows: Tensor, params: AttentionParams) -> Partial:
-        return attend_block(queries.transpose(0, 1), rows, params.scaling, params.softcap, self.among)
+    def past(
+        self, queries: Tensor, rows: Tensor, blocks: Tensor | None, tokens: int, params: AttentionParams
+    ) -> Iterator[Partial]:
+        how = params.scaling, params.softcap, self.among
+        for held, count in copied(rows, blocks, tokens, queries.dtype):
+            own = held.transpose(0, 1).flatten(1, 2)[:, :count]
+            yield attend_block(queries.transpose(0, 1), own, *how)
+
+
+def copied(rows: Tensor, blocks: Tensor | None, tokens: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, int]]:
+    """What `ChunkAttention.past` reads, a few thousand tokens at a time, in this dtype, and how many tokens that are."""
+    size, bits = rows.shape[2], rows.view(torch.uint8) if rows.itemsize == 1 else rows  # not all of torch knows e4m3
+    most = max(1, STREAMED_TOKENS // size)
+    for first in range(0, cdiv(tokens, size), most):
+        behind = min(first + most, cdiv(tokens, size))
+        held = rows[first:behind] if blocks is None else bits[blocks[first:behind]].view(rows.dtype)
+        yield held.to(dtype), min(tokens - first * size, len(held) * size)
 
 
 @dataclass(frozen=True)
@@ -93,10 +114,9 @@ class Window:
     blocks: int32 `[b, W]`, block tables. slots: int64 `[T]`, slots of the pass's tokens, < 0 for none.
 
     The library's attention, if it has one. `attend`: queries `[T, H_q, D]` of the decoded tokens to these rows, if none of them
-    searches. `reads`: the same for the tokens of a pass that go on with prompts of less than `whole` tokens, whose rows are all
-    here. `causal`: the tokens of several prompts to those before them, queries, keys and values `[T, H, D]`, with the first
-    tokens of the prompts and their end, int32 `[n + 1]`, and the longest one's tokens. The last argument is the output.
-    `chunk`: of a longer prompt.
+    searches. `reads`: the same for tokens of a pass that go on with prompts whose rows are all here. `causal`: the tokens of
+    several prompts to those before them, queries, keys and values `[T, H, D]`, with the first tokens of the prompts and their
+    end, int32 `[n + 1]`, and the longest one's tokens. The last argument is the output. `chunk`: of a prompt in `Pass.alone`.
     """
 
     rows: Tensor
@@ -104,7 +124,6 @@ class Window:
     slots: Tensor
     attend: Attend | None = None
     reads: Sequence[tuple[slice, Attend]] = ()
-    whole: int = 0
     causal: Causal | None = None
     chunk: ChunkAttention | None = None
 
@@ -146,12 +165,13 @@ class Chunk:
 @dataclass(frozen=True)
 class Run:
     """Chunks in rows of the batch side by side: the rows, their tokens within the pass, int32 `[n + 1]`, the first token of
-    each and the end, from the first one's on, and the tokens of the longest."""
+    each and the end, from the first one's on, the tokens of the longest, and those of the longest sequence with its chunk."""
 
     rows: slice
     tokens: slice
     begins: Tensor
     longest: int
+    among: int
 
     @staticmethod
     def beside(chunks: Iterable[Chunk], begins: Tensor) -> list[Run]:
@@ -167,7 +187,39 @@ class Run:
         first, last = run[0], run[-1]
         own = begins[first.row : last.row + 2] - begins[first.row]
         longest = max(chunk.tokens.stop - chunk.tokens.start for chunk in run)
-        return Run(slice(first.row, last.row + 1), slice(first.tokens.start, last.tokens.stop), own, longest)
+        among = max(chunk.among for chunk in run)
+        return Run(slice(first.row, last.row + 1), slice(first.tokens.start, last.tokens.stop), own, longest, among)
+
+
+@dataclass(frozen=True)
+class Library:
+    """What a library of the engine attends to in passes with prompts: all chunks without earlier tokens, those of sequences of
+    less than `whole` tokens, by the window, and a run of others by their blocks, if all lie on the device. `reads` makes the
+    attention to these, for a pass as vLLM describes it; None if the library cannot read blocks."""
+
+    whole: int
+    reads: Callable[[Run, Any], Attend] | None = None
+
+
+@dataclass(frozen=True)
+class Past:
+    """The blocks of a chunk's earlier tokens. near: int32 `[n]`, those on the device, with near_tokens tokens. far: those on
+    the host, with far_tokens tokens."""
+
+    near: Tensor
+    near_tokens: int
+    far: list[int]
+    far_tokens: int
+
+    @staticmethod
+    def of(blocks: Sequence[int], tokens: int, block_size: int, near: float, device: torch.device) -> Past:
+        """Of the first tokens of a sequence with these blocks. near: as for `Pass.of`."""
+        own = blocks[: cdiv(tokens, block_size)]
+        here, far = [block for block in own if block < near], [block for block in own if block >= near]
+        missing = len(own) * block_size - tokens  # in the last block
+        behind = missing if own and own[-1] < near else 0
+        tokens_here = len(here) * block_size - behind
+        return Past(sent_integers(here, device), tokens_here, far, tokens - tokens_here)
 
 
 @dataclass(frozen=True)
@@ -175,8 +227,9 @@ class Pass:
     """One pass of all layers: its first `decodes` tokens are decoded, each as if alone, `chunks` are prompts.
 
     decoded: int32 `[n, W]`, the block tables of the decoded tokens' sequences (`PassPlan.fill`). blocks: int32 `[b, W]`, of the
-    rows of the batch. slots: int64 `[T]`, slots of the tokens. tables: blocks of the chunks' past tokens, by row. runs: the
-    chunks without past tokens.
+    rows of the batch. slots: int64 `[T]`, slots of the tokens. alone: chunks that attend one by one, with their earlier tokens.
+    runs: chunks without earlier tokens, for the window's `causal`. reads: attention of a library to rows of blocks on the
+    device, for chunks that lie in them. stages: whether chunks may have tokens in blocks on the host, which are stored aside.
     """
 
     decodes: int
@@ -185,8 +238,10 @@ class Pass:
     decoded: Tensor
     blocks: Tensor
     slots: Tensor
-    tables: dict[int, list[int]]
+    alone: Sequence[tuple[Chunk, Past]] = ()
     runs: Sequence[Run] = ()
+    reads: Sequence[tuple[slice, Attend]] = ()
+    stages: bool = True
 
     @cached_property
     def prompts(self) -> PagedPrompts:
@@ -201,21 +256,48 @@ class Pass:
         return PagedPrompts(spans, told, self.slots[first:last], lengths, self.blocks)
 
     @staticmethod
-    def of(told: Any, plan: PassPlan, block_size: int, drafts: int, whole: int = 0) -> Pass:
-        """A pass as vLLM describes it (`CommonAttentionMetadata`). Rows of at most 1 + drafts tokens are decoded. whole: as for
-        `Window`. Fills the plan. The device reads lengths itself: with asynchronous scheduling the host knows only bounds."""
+    def of(told: Any, plan: PassPlan, block_size: int, drafts: int, near: float = 0, library: Library | None = None) -> Pass:
+        """A pass as vLLM describes it (`CommonAttentionMetadata`). Rows of at most 1 + drafts tokens are decoded. near: the
+        first blocks, which have rows on the device; infinity if all of the pass have. library: attends to the window, too.
+        Fills the plan. The device reads lengths itself: with asynchronous scheduling the host knows only bounds."""
         blocks, rows = told.block_table_tensor, len(told.seq_lens)
         if told.max_query_len <= 1 + drafts:
             # A recorded pass decodes these rows, whatever they are: the last tokens of a prompt, too.
             decoded = plan.fill(told.query_start_loc, told.seq_lens, blocks, rows)
             tokens = int(told.query_start_loc_cpu[rows]) if drafts else rows
-            return Pass(tokens, [], plan, decoded, blocks, told.slot_mapping, {})
+            return Pass(tokens, [], plan, decoded, blocks, told.slot_mapping)
         decodes, chunks = Chunk.all_of(told, drafts)
         decoded = plan.fill(told.query_start_loc, told.seq_lens, blocks, decodes)
-        streamed = [chunk for chunk in chunks if chunk.past and chunk.among >= whole]
-        tables = {c.row: blocks[c.row, : cdiv(c.past, block_size)].tolist() for c in streamed}
-        runs = Run.beside((chunk for chunk in chunks if not chunk.past), told.query_start_loc)
-        return Pass(chunks[0].tokens.start, chunks, plan, decoded, blocks, told.slot_mapping, tables, runs)
+        own = Pass(chunks[0].tokens.start, chunks, plan, decoded, blocks, told.slot_mapping)
+        return own._divided(told, block_size, near, library)
+
+    def _divided(self, told: Any, block_size: int, near: float, library: Library | None) -> Pass:
+        """With what attends to which of its chunks."""
+        starts, whole = [chunk for chunk in self.chunks if not chunk.past], 0 if library is None else library.whole
+        later = [chunk for chunk in self.chunks if chunk.past and chunk.among >= whole]
+        reads, begins, device = None if library is None else library.reads, told.query_start_loc, self.blocks.device
+        if near == inf and reads is not None:  # it reads the block tables on the device
+            tables, within, here = {}, {chunk.row for chunk in self.chunks}, later
+        else:
+            tables = self._tables(later, block_size)
+            within = {row for row, table in tables.items() if max(table) < near}
+            here = [chunk for chunk in later if chunk.row in within and reads is not None]
+        others = [chunk for chunk in later if chunk not in here]
+        alone = [(chunk, Past.of(tables[chunk.row], chunk.past, block_size, near, device)) for chunk in others]
+        if library is None:
+            alone += [(chunk, Past.of([], 0, block_size, near, device)) for chunk in starts]
+        runs = [] if library is None else Run.beside(starts, begins)
+        read = [] if reads is None else [(run.tokens, reads(run, told)) for run in Run.beside(here, begins)]
+        stages = near < inf and len(within) < len(self.chunks)
+        return replace(self, alone=alone, runs=runs, reads=read, stages=stages)
+
+    def _tables(self, chunks: list[Chunk], block_size: int) -> dict[int, list[int]]:
+        """The blocks of the sequences of some chunks, by row. Waits for the device."""
+        if not chunks:
+            return {}
+        first, most = chunks[0].row, max(chunk.among for chunk in chunks)
+        held = self.blocks[first : chunks[-1].row + 1, : cdiv(most, block_size)].tolist()
+        return {chunk.row: held[chunk.row - first][: cdiv(chunk.among, block_size)] for chunk in chunks}
 
 
 def searched_together(most: int, longest: int) -> int:
@@ -484,15 +566,18 @@ class DeviceLayer:
         first, last, heads, dim = batch.chunks[0].tokens.start, batch.chunks[-1].tokens.stop, self.shape.kv_heads, keys.shape[2]
         strides, (held, recent), means = (keys.stride(0), values.stride(0)), self._rows(batch, window), self._page_means()
         sizes: dict[str, int] = {"BLOCK": self._host.block_size, "D": dim, "BD": next_power_of_2(dim), "num_warps": 4}
-        count, here = last - first, {name: size for name, size in sizes.items() if name != "BLOCK"}
-        staged = torch.empty(heads, count, 2, dim, dtype=self._pool.rows.dtype, device=keys.device)
+        count, rows = last - first, self._pool.rows
+        staged = torch.empty(heads, count, 2, dim, dtype=rows.dtype, device=keys.device) if batch.stages else rows
         launch(store_kernel, (cdiv(count, _STORED), heads))(
-            Fresh(keys[first:last], values[first:last], *strides), batch.slots[first:], window.slots[first:], staged, recent,
-            self.bad, count, heads, T=_STORED, **here,
+            Fresh(keys[first:last], values[first:last], *strides), batch.slots[first:], window.slots[first:], staged, held,
+            self._host.near if batch.stages else _ALL, recent, self.bad, count, T=_STORED, **sizes,
         )  # fmt: skip
         tiles, chunks = heads * cdiv(count, _STORED), batch.prompts.told
-        with self.aside.launched(staged):
-            launch(held_kernel, (min(tiles, _WRITERS),))(staged, batch.slots[first:], held, count, tiles, T=_STORED, **sizes)
+        if batch.stages:
+            with self.aside.launched(staged):
+                launch(held_kernel, (min(tiles, _WRITERS),))(
+                    staged, batch.slots[first:], held, self._host.near, count, tiles, T=_STORED, **sizes
+                )
         if any(chunk.past for chunk in batch.chunks):  # its last tokens may have been decoded, because a pass had room for few
             launch(run_kernel, (heads, len(chunks)))(held, recent, chunks, self._every, self._phase, W=_STORED, **sizes)
         self.index.store(keys[first:last], batch.prompts)
@@ -504,31 +589,33 @@ class DeviceLayer:
             )
 
     def prompts(self, queries: Tensor, keys: Tensor, values: Tensor, batch: Pass, window: Window, out: Tensor) -> None:
-        """Chunks attend to themselves and to everything before them, streamed from the host; queries, out `[T, H_q, D]`. A
-        library attends to all that begin their sequences at once, and to those that are in the window."""
-        params = self._params
-        causal = window.causal
+        """Chunks attend to themselves and to everything before them; queries, out `[T, H_q, D]`. A library attends to many at
+        once: to those that begin their sequences, and to those whose rows are all in the window or in blocks on the device. The
+        others attend one by one: rows on the host are streamed."""
+        params, causal, near = self._params, window.causal, self._host.near_rows
         if batch.chunks and self.shape.row_dtype is not None:
             keys, values = keys.to(queries.dtype), values.to(queries.dtype)
-        for tokens, attend in window.reads:
-            attend(window.rows, queries[tokens], params, out[tokens])
-        if causal is not None:
-            for run in batch.runs:
-                own = queries[run.tokens], keys[run.tokens], values[run.tokens]
-                causal(*own, run.begins, run.longest, params, out[run.tokens])
-        for chunk in batch.chunks:
-            if (causal is not None and not chunk.past) or (chunk.past and chunk.among < window.whole):
-                continue
+        for rows, reads in ((window.rows, window.reads), (near.flatten(-2), batch.reads)):
+            for tokens, attend in reads:
+                attend(rows, queries[tokens], params, out[tokens])
+        for run in batch.runs:
+            assert causal is not None
+            own = queries[run.tokens], keys[run.tokens], values[run.tokens]
+            causal(*own, run.begins, run.longest, params, out[run.tokens])
+        for chunk, past in batch.alone:
             q, k, v = (x[chunk.tokens] for x in (queries, keys, values))
             how = window.chunk or OwnChunkAttention(chunk.among)
-            with self.scratch.stream.pieces(self._host, batch.tables.get(chunk.row, []), chunk.past) as pieces:
-                whole = merge_in_turn([how.own(q, k, v, params)], (how.past(q, rows, params) for rows in pieces))
+            with self.scratch.stream.pieces(self._host, past.far, past.far_tokens) as pieces:
+                here = how.past(q, near, past.near, past.near_tokens, params)
+                far = (part for rows, tokens in pieces for part in how.past(q, rows, None, tokens, params))
+                whole = merge_in_turn([how.own(q, k, v, params)], chain(here, far))
             out[chunk.tokens] = whole.out[0].transpose(0, 1)
 
     def rehearse(self, queries: Tensor, keys: Tensor, values: Tensor) -> None:
         """Allocates as a pass does, so that vLLM measures it: a search, then a chunk of a prompt after one earlier piece."""
         torch.empty(self.index.temporary_bytes, dtype=torch.uint8, device=self.shape.device)
         staged = [torch.stack([keys, values], 1) for _ in range(BEHIND + 1)]
-        how, rows = OwnChunkAttention(2 * len(queries)), torch.stack([keys, values], 2).transpose(0, 1)
-        merge_in_turn([how.own(queries, keys, values, self._params)], [how.past(queries, rows, self._params)])
+        how, rows = OwnChunkAttention(2 * len(queries)), torch.stack([keys, values], 2).transpose(0, 1).unsqueeze(0)
+        past = how.past(queries, rows, None, len(queries), self._params)
+        merge_in_turn([how.own(queries, keys, values, self._params)], past)
         staged.clear()

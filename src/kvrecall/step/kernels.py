@@ -412,12 +412,13 @@ def eight_bits(b_x, part):
     return (b_code | ((b_own.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
 
 
-@triton.jit(do_not_specialize=["p_slots", "p_window_slots", "tokens"])
+@triton.jit(do_not_specialize=["p_slots", "p_window_slots", "NEAR", "tokens"])
 def store_kernel(
-    fresh, p_slots, p_window_slots, p_staged, window, p_bad, tokens, HEADS,
-    D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr,
+    fresh, p_slots, p_window_slots, p_staged, held, NEAR, window, p_bad, tokens,
+    BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Program (T tokens, KV head): stores tokens of prompts in the window's pages and in staged `[HEADS, tokens, 2, D]`.
+    """Program (T tokens, KV head): stores tokens of prompts in the window's pages, and in their blocks if these are among the
+    first NEAR ones. Others go to staged `[HEADS, tokens, 2, D]`.
 
     slots, window_slots int64: block * tokens of a block + offset, < 0 for none, as in vLLM. bad[0] becomes 1 if a row is not
     finite; other arguments as in `paged_step_kernel`. Bytes: 4 D read, and up to 8 D written.
@@ -430,7 +431,11 @@ def store_kernel(
     b_k = tl.load(fresh.k + (o_long * fresh.K_TOKEN + i_kv * D)[:, None] + o_d[None, :], mask=m_row, other=0.0)
     b_v = tl.load(fresh.v + (o_long * fresh.V_TOKEN + i_kv * D)[:, None] + o_d[None, :], mask=m_row, other=0.0)
     flag_odd(p_bad, b_k, b_v)
-    p_row = p_staged + ((i_kv.to(tl.int64) * tokens + o_long) * (2 * D))[:, None] + o_d[None, :]
+    o_staged = (i_kv.to(tl.int64) * tokens + o_long) * (2 * D)
+    m_near = b_slot // BLOCK < NEAR
+    o_held = ((b_slot // BLOCK * held.HEADS + i_kv) * BLOCK + b_slot % BLOCK) * (2 * D)
+    o_held += far_offset(b_slot // BLOCK, held.NEAR, held.FAR)
+    p_row = tl.where(m_near[:, None], held.pool + o_held[:, None], p_staged + o_staged[:, None]) + o_d[None, :]
     tl.store(p_row, b_k, mask=m_row)
     tl.store(p_row + D, b_v, mask=m_row)
     m_recent = (b_recent >= 0)[:, None] & m_row
@@ -440,20 +445,20 @@ def store_kernel(
     tl.store(p_here + D, b_v, mask=m_recent)
 
 
-@triton.jit(do_not_specialize=["p_slots", "tokens"])
+@triton.jit(do_not_specialize=["p_slots", "NEAR", "tokens"])
 def held_kernel(
-    p_staged, p_slots, held, tokens, TILES, BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr
+    p_staged, p_slots, held, NEAR, tokens, TILES, BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr
 ):  # fmt: skip
-    """Copies staged rows `[HEADS, tokens, 2, D]` to their blocks; slots as in `store_kernel`. TILES of T tokens of a KV head;
-    few programs share them, since a bus is full with few, and others run beside them. Bytes: 4 D, over the bus to blocks on the
-    host."""
+    """Copies staged rows `[HEADS, tokens, 2, D]` to their blocks on the host: those from NEAR on; slots as in `store_kernel`.
+    TILES of T tokens of a KV head; few programs share them, since a bus is full with few, and others run beside them. Bytes:
+    4 D, over the bus."""
     o_d = tl.arange(0, 2 * BD)
     for i in range(tl.program_id(0), TILES, tl.num_programs(0)):
         i_kv, o_t = i % held.HEADS, i // held.HEADS * T + tl.arange(0, T)
         b_slot = tl.load(p_slots + o_t, mask=o_t < tokens, other=-1)
-        m_row = (b_slot >= 0)[:, None] & (o_d < 2 * D)[None, :]
-        o_row = (i_kv * tokens + o_t).to(tl.int64) * (2 * D)
         b_block = b_slot // BLOCK
+        m_row = ((b_slot >= 0) & (b_block >= NEAR))[:, None] & (o_d < 2 * D)[None, :]
+        o_row = (i_kv * tokens + o_t).to(tl.int64) * (2 * D)
         o_held = ((b_block * held.HEADS + i_kv) * BLOCK + b_slot % BLOCK) * (2 * D) + far_offset(b_block, held.NEAR, held.FAR)
         b_row = tl.load(p_staged + o_row[:, None] + o_d[None, :], mask=m_row)
         tl.store(held.pool + o_held[:, None] + o_d[None, :], b_row, mask=m_row)

@@ -32,8 +32,9 @@ class RowBlocks:
         sizes = shape.kv_heads, block_size, 2, shape.head_dim
         self._region = Region((far, *sizes), shape.stored_dtype, self._gpu) if far else None
         with lasting_tensors():
-            self._near_rows = torch.empty(near, *sizes, dtype=shape.stored_dtype, device=shape.device)
-        self.rows = self._near_rows if self._region is None else self._region.tensor
+            self.near_rows = torch.empty(near, *sizes, dtype=shape.stored_dtype, device=shape.device)
+            """`[near, H_kv, block_size, 2, D]`, those in device memory."""
+        self.rows = self.near_rows if self._region is None else self._region.tensor
         """Those in host memory, if there are any."""
         self.given = near
         """Blocks with memory."""
@@ -47,13 +48,13 @@ class RowBlocks:
         if not self.near:
             return Pool(self.rows)
         if self._region is None:  # no block is behind the last: NEAR may be a multiple of 16, for which kernels are compiled
-            return Pool(self._near_rows, cdiv(self.near, 16) * 16)
-        between = self.rows.data_ptr() - self._near_rows.data_ptr()
-        return Pool(self._near_rows, self.near, FAR_BIAS + between // self.rows.itemsize - self._near_rows.numel())
+            return Pool(self.near_rows, cdiv(self.near, 16) * 16)
+        between = self.rows.data_ptr() - self.near_rows.data_ptr()
+        return Pool(self.near_rows, self.near, FAR_BIAS + between // self.rows.itemsize - self.near_rows.numel())
 
     def run(self, first: int, count: int) -> Tensor:
         """Rows `[count, H_kv, block_size, 2, D]` of blocks on one side of each border."""
-        rows, start = (self._near_rows, first) if first < self.near else (self.rows, first - self.near)
+        rows, start = (self.near_rows, first) if first < self.near else (self.rows, first - self.near)
         return rows[start : start + count]
 
     @staticmethod
@@ -120,26 +121,29 @@ class Stream:
             self._places = torch.empty(size, dtype=shape.stored_dtype, device=shape.device)
 
     @contextmanager
-    def pieces(self, host: RowBlocks, table: list[int], stop: int) -> Iterator[Iterator[Tensor]]:
-        """Rows 0 .. stop - 1 of a sequence with these blocks, `[H_kv, n, K|V, D]` at a time, on the device, in `host.dtype`.
+    def pieces(self, host: RowBlocks, table: list[int], stop: int) -> Iterator[Iterator[tuple[Tensor, int]]]:
+        """The rows 0 .. stop - 1 in these blocks, on the device: `[n, H_kv, block_size, K|V, D]` at a time, as they are stored,
+        and how many of their tokens count.
 
         Copying starts when the context is entered. Each piece must be used before the next one is requested.
         """
-        if self._device.type != "cuda":
-            yield host.pieces(table, stop)
-            return
-        size, most = host.block_size, STREAMED_TOKENS // host.block_size  # blocks of a piece
-        places = self._places.view(PLACES, most, *host.rows.shape[1:])
+        size, most = host.block_size, max(1, STREAMED_TOKENS // host.block_size)  # blocks of a piece
         own = [table[start : min(start + most, cdiv(stop, size))] for start in range(0, cdiv(stop, size), most)]
+
+        def tokens(number: int) -> int:
+            return min(stop - number * most * size, len(own[number]) * size)
+
+        if self._device.type != "cuda":
+            yield ((torch.cat([host.run(block, 1) for block in each]), tokens(i)) for i, each in enumerate(own))
+            return
+        places = self._places.view(PLACES, most, *host.rows.shape[1:])
 
         def fill(number: int) -> None:
             for at, first, count in runs(own[number], host.borders):
                 places[number % PLACES, at : at + count].copy_(host.run(first, count), non_blocking=True)
 
-        def rows_of(number: int) -> Tensor:
-            held = places[number % PLACES, : len(own[number])].transpose(0, 1)
-            rows = held.to(host.dtype, memory_format=torch.contiguous_format).flatten(1, 2)
-            return rows[:, : stop - number * most * size]
+        def rows_of(number: int) -> tuple[Tensor, int]:
+            return places[number % PLACES, : len(own[number])], tokens(number)
 
         with rotate(self._device, len(own), PLACES, fill, rows_of) as pieces:
             yield pieces

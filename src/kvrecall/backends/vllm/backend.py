@@ -10,7 +10,7 @@ preemption, abort, parallel sampling and tensor parallelism are vLLM's own.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -38,7 +38,7 @@ from kvrecall.core.structs import AttentionParams
 from kvrecall.index.base import LayerShape, with_statistics
 from kvrecall.index.statistics import LayerStatistics
 from kvrecall.methods.base import HEAD_DIMS
-from kvrecall.step.device import DeviceLayer, Pass
+from kvrecall.step.device import Attend, DeviceLayer, Library, Pass, Run
 from kvrecall.step.paged import Batch, PagedLayer
 from kvrecall.step.plan import PassPlan
 from kvrecall.step.refill import refill
@@ -135,14 +135,29 @@ class RetrievalBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
             self.plan = PassPlan(engine.most, engine.longest, own.method, own.index, size, device, self._drafts, engine.places)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> RetrievalMetadata:
-        passes = self._engine.whole
-        return self.metadata(common_attn_metadata, passes.below if passes.possible else 0)
+        library = self._library if self._engine.whole.possible else None
+        return self.metadata(common_attn_metadata, self._engine.near, library)
 
-    def metadata(self, told: Any, whole: int = 0) -> RetrievalMetadata:
-        """Of a pass as vLLM describes it. whole: a library attends to shorter sequences."""
+    def metadata(self, told: Any, near: float = 0, library: Library | None = None) -> RetrievalMetadata:
+        """Of a pass as vLLM describes it. near, library: as for `Pass.of`."""
         size = self.kv_cache_spec.block_size
-        batch = self._batch(told, size) if self.plan is None else Pass.of(told, self.plan, size, self._drafts, whole)
+        batch = self._batch(told, size) if self.plan is None else Pass.of(told, self.plan, size, self._drafts, near, library)
         return RetrievalMetadata(batch, size)
+
+    @cached_property
+    def _library(self) -> Library:
+        passes, size = self._engine.whole, self.kv_cache_spec.block_size
+        layers = self.vllm_config.compilation_config.static_forward_context
+        shape = layers[self.layer_names[0]].impl.shape  # its layers are alike
+        if shape.row_dtype is not None or why_not(shape, size):  # it multiplies rows in eight bits by queries in eight bits
+            return Library(passes.below)
+        flash = FlashAttention(shape, size, passes)
+
+        def reads(run: Run, told: Any) -> Attend:
+            lengths, blocks = told.seq_lens[run.rows], told.block_table_tensor[run.rows]
+            return flash.attend(run.begins, lengths, blocks, run.longest, longest=run.among)
+
+        return Library(passes.below, reads)
 
     def _batch(self, told: Any, size: int) -> Batch:
         begins, lengths = told.query_start_loc_cpu.tolist(), told.seq_lens.tolist()
@@ -259,6 +274,11 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         self._engine.refill(self._name)
 
     @property
+    def shape(self) -> LayerShape:
+        """Its shape, with statistics as soon as they are known."""
+        return self._shape
+
+    @property
     def kind(self) -> object:
         """Equal for layers that run the same code."""
         return self._shape, self._params
@@ -279,7 +299,8 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         passes = list(trials(limits, shape.device.type == "cuda"))
         for trial in passes:
             query, key, value = self._layout.random(sum(trial.counts), shape.device)
-            metadata = builder.metadata(FakeMetadata.of(trial, builder.kv_cache_spec.block_size, limits.longest, shape.device))
+            told = FakeMetadata.of(trial, builder.kv_cache_spec.block_size, limits.longest, shape.device)
+            metadata = builder.metadata(told, library=None if flash is None else Library(0))  # all rows as if on the host
             window = FakeMetadata.of(trial, page, limits.longest, shape.device)
             recent = WindowMetadata(window.block_table_tensor, window.slot_mapping, causal=causal, chunk=flash)
             output = torch.empty(query.shape, dtype=query.dtype, device=query.device)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
+from math import inf
 from time import perf_counter
 from typing import Any
 
@@ -72,6 +73,8 @@ class EngineState:
         self.plan: HostPlan | None = None
         self.division = Division(0, 1)
         """What vLLM's blocks hold."""
+        self._handed_out = 0
+        """The first blocks of which one was handed out."""
         self.gives_later = False
         """Whether the worker calls `commit` for every block that is handed out."""
         self.layers: dict[int, DeviceLayer | PagedLayer] = {}
@@ -156,6 +159,12 @@ class EngineState:
         return self.division.rows
 
     @property
+    def near(self) -> float:
+        """The first blocks, whose rows are on the device; infinity as long as all blocks that were handed out are of them."""
+        near = self.division.near
+        return inf if self.gives_later and near and self._handed_out <= near else near
+
+    @property
     def divides(self) -> bool:
         """Whether the scheduler keeps blocks without rows for windows."""
         return can_refuse(self._config)
@@ -231,6 +240,7 @@ class EngineState:
     def commit(self, blocks: int) -> None:
         """Gives memory to the first `blocks` blocks of all layers, which are handed out. If the system refuses, `refused` tells
         how many have it, and the scheduler hears of it. Raises HostMemoryError or ParameterError if it cannot hear."""
+        self._handed_out = max(self._handed_out, blocks)
         growth = self._growth
         if growth is None or self.refused is not None:
             return

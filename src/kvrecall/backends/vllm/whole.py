@@ -1,4 +1,5 @@
-"""Passes in which no sequence searches: vLLM's FlashAttention over the pages of the window, in graphs of their own.
+"""What vLLM's FlashAttention does: chunks of prompts, over rows that are on the device; and passes in which no sequence
+searches, over the pages of the window, in graphs of their own.
 
 Such a pass decodes sequences of fewer tokens than a search needs (`settings.whole_below`), whose rows are all in device memory.
 The worker sees that from the lengths of a pass before vLLM chooses a graph. It may read prompts, too; then nothing is recorded.
@@ -10,7 +11,7 @@ All other passes run the kernels of `step`, which attend to short sequences, too
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -21,7 +22,7 @@ from torch import Tensor
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import AttentionParams, Partial
 from kvrecall.index.base import LayerShape
-from kvrecall.step.device import Attend
+from kvrecall.step.device import Attend, copied
 
 _SPLITS = 32
 """Most parts in which a recorded call divides a sequence; their number is chosen for each pass, from its lengths."""
@@ -63,7 +64,7 @@ class FlashAttention:
 
         self._library: Any = fa_utils
         self._version = fa_utils.get_flash_attn_version(head_size=shape.head_dim)
-        self._shape, self._page, self._longest = shape, page_tokens, min(passes.below, passes.longest)
+        self._shape, self._page, self._below = shape, page_tokens, min(passes.below, passes.longest)
         self._plan, self._recorded = None, passes.recorded
         self._one = None if shape.row_dtype is None else torch.ones(1, dtype=torch.float32, device=shape.device)
         """The scale of queries in eight bits."""
@@ -71,14 +72,17 @@ class FlashAttention:
             numbers = 1 + _NUMBERS * _NUMBERS * cdiv(passes.most, _NUMBERS)
             self._plan = torch.zeros(numbers, dtype=torch.int32, device=shape.device)
 
-    def attend(self, begins: Tensor, lengths: Tensor, pages: Tensor, most_new: int, tokens: int = 0) -> Attend:
+    def attend(
+        self, begins: Tensor, lengths: Tensor, pages: Tensor, most_new: int, tokens: int = 0, longest: int | None = None
+    ) -> Attend:  # fmt: skip
         """Attention to these pages. begins int32 `[b + 1]`: first token of each sequence. lengths int32 `[b]`. pages int32
-        `[b, W]`: of the window. most_new: most new tokens of a sequence. tokens: of a pass that may be recorded, else 0."""
-        splits, plan, shape = 0, None, self._shape
+        `[b, W]`: of the window, or blocks. most_new: most new tokens of a sequence. tokens: of a pass that may be recorded,
+        else 0. longest: bound of lengths; by default those of sequences that do not search."""
+        splits, plan, shape, longest = 0, None, self._shape, longest or self._below
         if self._plan is not None and 0 < tokens <= self._recorded:  # others need no bound, and would take its memory
             splits = _SPLITS
             made = self._library.get_scheduler_metadata(
-                batch_size=len(lengths), max_seqlen_q=most_new, max_seqlen_k=self._longest, num_heads_q=shape.query_heads,
+                batch_size=len(lengths), max_seqlen_q=most_new, max_seqlen_k=longest, num_heads_q=shape.query_heads,
                 num_heads_kv=shape.kv_heads, headdim=shape.head_dim, cache_seqlens=lengths, qkv_dtype=shape.stored_dtype,
                 cu_seqlens_q=begins, page_size=self._page, causal=True, num_splits=splits,
             )  # fmt: skip
@@ -90,7 +94,7 @@ class FlashAttention:
             keys, values = rows.transpose(1, 2).unflatten(-1, (2, -1)).unbind(-2)  # [pages, page_tokens, H_kv, D]
             self._library.flash_attn_varlen_func(
                 q=self._as_rows(queries), k=keys, v=values, out=out, cu_seqlens_q=begins, max_seqlen_q=most_new,
-                seqused_k=lengths, max_seqlen_k=self._longest, softmax_scale=params.scaling, causal=True, block_table=pages,
+                seqused_k=lengths, max_seqlen_k=longest, softmax_scale=params.scaling, causal=True, block_table=pages,
                 softcap=params.softcap, scheduler_metadata=plan, num_splits=splits, fa_version=self._version,
             )  # fmt: skip
 
@@ -115,19 +119,27 @@ class FlashAttention:
 
     def own(self, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Partial:
         """As `device.ChunkAttention`."""
-        return self._part(queries, keys, values, params, causal=True)
+        span = _span(len(queries), queries.device)
+        return self._part(queries, keys, values, params, cu_seqlens_k=span, max_seqlen_k=len(keys), causal=True)
 
-    def past(self, queries: Tensor, rows: Tensor, params: AttentionParams) -> Partial:
-        """As `device.ChunkAttention`."""
-        keys, values = rows.transpose(0, 1).unbind(2)
-        return self._part(queries, keys, values, params, causal=False)
+    def past(
+        self, queries: Tensor, rows: Tensor, blocks: Tensor | None, tokens: int, params: AttentionParams
+    ) -> Iterator[Partial]:
+        """As `device.ChunkAttention`. Rows in another dtype are copied."""
+        alike = rows.dtype == queries.dtype
+        parts = [(rows, tokens)] if alike else copied(rows, blocks, tokens, queries.dtype)
+        for held, count in parts if tokens else ():
+            table = blocks if alike and blocks is not None else _numbers(len(held), held.device)
+            keys, values = held.transpose(1, 2).unbind(-2)  # [blocks, block_size, H_kv, D]
+            yield self._part(
+                queries, keys, values, params, seqused_k=_span(count, held.device)[1:], max_seqlen_k=count,
+                block_table=table.unsqueeze(0), causal=False,
+            )  # fmt: skip
 
-    def _part(self, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams, causal: bool) -> Partial:
-        spans = [_span(len(x), queries.device) for x in (queries, keys)]
+    def _part(self, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams, **how: Any) -> Partial:
         out, lse = self._library.flash_attn_varlen_func(
-            q=queries, k=keys, v=values, cu_seqlens_q=spans[0], max_seqlen_q=len(queries), cu_seqlens_k=spans[1],
-            max_seqlen_k=len(keys), softmax_scale=params.scaling, causal=causal, softcap=params.softcap,
-            return_softmax_lse=True, fa_version=self._version,
+            q=queries, k=keys, v=values, cu_seqlens_q=_span(len(queries), queries.device), max_seqlen_q=len(queries),
+            softmax_scale=params.scaling, softcap=params.softcap, return_softmax_lse=True, fa_version=self._version, **how,
         )  # fmt: skip
         return Partial(out.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0))
 
@@ -136,6 +148,12 @@ class FlashAttention:
 def _span(tokens: int, device: torch.device) -> Tensor:
     """int32 `[0, tokens]`; nothing is sent from the host."""
     return torch.arange(0, tokens + 1, tokens, dtype=torch.int32, device=device)
+
+
+@lru_cache(maxsize=64)
+def _numbers(count: int, device: torch.device) -> Tensor:
+    """int32 `[count]`, from 0 on."""
+    return torch.arange(count, dtype=torch.int32, device=device)
 
 
 def why_not(shape: LayerShape, page_tokens: int) -> str:

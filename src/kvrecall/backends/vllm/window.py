@@ -39,13 +39,12 @@ class WindowMetadata:
     slots: Tensor
     attend: Attend | None = None
     reads: Sequence[tuple[slice, Attend]] = ()
-    whole: int = 0
     causal: Causal | None = None
     chunk: ChunkAttention | None = None
 
     def of(self, rows: Tensor) -> Window:
         """The window with these rows."""
-        return Window(rows, self.blocks, self.slots, self.attend, self.reads, self.whole, self.causal, self.chunk)
+        return Window(rows, self.blocks, self.slots, self.attend, self.reads, self.causal, self.chunk)
 
 
 class WindowBuilder(AttentionMetadataBuilder[WindowMetadata]):
@@ -75,7 +74,7 @@ class WindowBuilder(AttentionMetadataBuilder[WindowMetadata]):
             (run.tokens, self._flash.attend(run.begins, lengths[run.rows], blocks[run.rows], run.longest))
             for run in Run.beside(short, begins)
         ]
-        return WindowMetadata(blocks, told.slot_mapping, attend, reads, passes.below, self._flash.causal, self._flash)
+        return WindowMetadata(blocks, told.slot_mapping, attend, reads, self._flash.causal, self._flash)
 
     @cached_property
     def _layer(self) -> WindowLayer:
