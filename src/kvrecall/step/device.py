@@ -204,7 +204,7 @@ class Library:
 @dataclass(frozen=True)
 class Past:
     """The blocks of a chunk's earlier tokens. near: int32 `[n]`, those on the device, with near_tokens tokens. far: those on
-    the host, with far_tokens tokens."""
+    the host, with far_tokens tokens; those side by side come by one copy, and their order does not matter."""
 
     near: Tensor
     near_tokens: int
@@ -216,10 +216,10 @@ class Past:
         """Of the first tokens of a sequence with these blocks. near: as for `Pass.of`."""
         own = blocks[: cdiv(tokens, block_size)]
         here, far = [block for block in own if block < near], [block for block in own if block >= near]
-        missing = len(own) * block_size - tokens  # in the last block
+        missing = len(own) * block_size - tokens  # in the last block, which stays the last one
         behind = missing if own and own[-1] < near else 0
         tokens_here = len(here) * block_size - behind
-        return Past(sent_integers(here, device), tokens_here, far, tokens - tokens_here)
+        return Past(sent_integers(here, device), tokens_here, [*sorted(far[:-1]), *far[-1:]], tokens - tokens_here)
 
 
 @dataclass(frozen=True)

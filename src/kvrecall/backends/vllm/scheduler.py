@@ -1,5 +1,5 @@
 """vLLM's scheduler. It keeps blocks without rows for windows, tells the workers which pages of them to restore
-(`window_pages.py`), and ends requests whose blocks get no host memory (`refused.py`)."""
+(`window_pages.py`), lets passes read prompts alone, and ends requests whose blocks get no host memory (`refused.py`)."""
 
 # Only imported where vLLM is installed.
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportAttributeAccessIssue=false
@@ -11,11 +11,13 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
+from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler as StockAsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler as StockScheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
+from kvrecall.backends.vllm.checks import drafts_of
 from kvrecall.backends.vllm.machine import launch_of
 from kvrecall.backends.vllm.refused import beginning, handed_out
 from kvrecall.backends.vllm.window_pages import WindowSpec, divide, managers_of, restored_pages
@@ -39,12 +41,34 @@ class _Retrieving:
         divide(self)
         self._begun: deque[set[str]] = deque(maxlen=_PASSES)
         """The requests that each of the last passes began."""
+        self._parts = parts_passes(self.vllm_config)
+        self._alone = False
+        """Whether the last pass reads prompts alone."""
+        self._full: int = self.max_num_running_reqs
+        """So many running requests leave no room for another prompt."""
 
     def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._read_alone()
         made = super().schedule(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        if self._alone and not made.total_num_scheduled_tokens:  # no prompt finds room before a sequence ends
+            self._full = len(self.running)
         made.restored_pages = restored_pages(self)
         self._begun.append({*beginning(made)})
         return made
+
+    def _read_alone(self: Any) -> None:
+        """Lets every second pass of those with prompts read them alone, and the next one decode: it is a recorded graph, and
+        takes less time than decoding adds to a pass with prompts, whose kernels are launched one by one."""
+        alone, self._alone, running = self._alone, False, self.running
+        if alone or not self._parts or not running or not hasattr(running[0], "next_decode_eligible_step"):
+            return  # older vLLMs cannot put off sequences
+        decoding = [request for request in running if not request.is_prefill_chunk]
+        if len(running) < self._full:
+            self._full = self.max_num_running_reqs
+        if decoding and (len(decoding) < len(running) or (self.waiting and len(running) < self._full)):
+            self._alone = True
+            for request in decoding:
+                request.next_decode_eligible_step = self.current_step + 2  # `schedule` counts first
 
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Before vLLM looks at the tokens of a pass, ends the requests that the pass had no memory for."""
@@ -115,6 +139,14 @@ class _Retrieving:
                 "kvrecall: request %s ends with an error after %d tokens: %s", request.request_id, request.num_tokens, why
             )
         return ended
+
+
+def parts_passes(config: Any) -> bool:
+    """Whether it is faster to read prompts and to decode in passes of their own: where decoding is recorded. Sequences with
+    drafts, and stages of a pipeline, have another rhythm."""
+    graphs, stages = config.compilation_config.cudagraph_mode, config.parallel_config.pipeline_parallel_size
+    recorded = not current_platform.is_cpu() and graphs is not None and graphs.has_full_cudagraphs()
+    return recorded and stages == 1 and not drafts_of(config)
 
 
 def _any_of(blocks: range, groups: Iterable[Iterable[int]]) -> bool:
