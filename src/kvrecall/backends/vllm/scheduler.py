@@ -41,14 +41,16 @@ class _Retrieving:
         divide(self)
         self._begun: deque[set[str]] = deque(maxlen=_PASSES)
         """The requests that each of the last passes began."""
-        self._parts = parts_passes(self.vllm_config)
+        self._parts = hasattr(self, "prefill_capacity_bound") and parts_passes(self.vllm_config)
         self._alone = False
         """Whether the last pass reads prompts alone."""
         self._full: int = self.max_num_running_reqs
         """So many running requests leave no room for another prompt."""
 
     def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self._read_alone()
+        if self._decodes_alone():
+            self.prefill_capacity_bound = False  # or vLLM would not put off prompts
+            args, kwargs = (), {"throttle_prefills": True}
         made = super().schedule(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         if self._alone and not made.total_num_scheduled_tokens:  # no prompt finds room before a sequence ends
             self._full = len(self.running)
@@ -56,12 +58,13 @@ class _Retrieving:
         self._begun.append({*beginning(made)})
         return made
 
-    def _read_alone(self: Any) -> None:
-        """Lets every second pass of those with prompts read them alone, and the next one decode: it is a recorded graph, and
-        takes less time than decoding adds to a pass with prompts, whose kernels are launched one by one."""
-        alone, self._alone, running = self._alone, False, self.running
-        if alone or not self._parts or not running or not hasattr(running[0], "next_decode_eligible_step"):
-            return  # older vLLMs cannot put off sequences
+    def _decodes_alone(self: Any) -> bool:
+        """Whether the next pass only decodes. Passes read prompts and decode in turns, as long as there is both to do: decoding
+        alone is a recorded graph, and takes less time than it adds to a pass with prompts, whose kernels are launched one by
+        one."""
+        read, self._alone, running = self._alone, False, self.running
+        if read or not self._parts:
+            return read
         decoding = [request for request in running if not request.is_prefill_chunk]
         if len(running) < self._full:
             self._full = self.max_num_running_reqs
@@ -69,6 +72,7 @@ class _Retrieving:
             self._alone = True
             for request in decoding:
                 request.next_decode_eligible_step = self.current_step + 2  # `schedule` counts first
+        return False
 
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Before vLLM looks at the tokens of a pass, ends the requests that the pass had no memory for."""
@@ -143,10 +147,11 @@ class _Retrieving:
 
 def parts_passes(config: Any) -> bool:
     """Whether it is faster to read prompts and to decode in passes of their own: where decoding is recorded. Sequences with
-    drafts, and stages of a pipeline, have another rhythm."""
-    graphs, stages = config.compilation_config.cudagraph_mode, config.parallel_config.pipeline_parallel_size
+    drafts, stages of a pipeline, and engines that work in step have a rhythm of their own."""
+    graphs, parallel = config.compilation_config.cudagraph_mode, config.parallel_config
     recorded = not current_platform.is_cpu() and graphs is not None and graphs.has_full_cudagraphs()
-    return recorded and stages == 1 and not drafts_of(config)
+    together = max(parallel.pipeline_parallel_size, parallel.data_parallel_size) > 1
+    return recorded and not together and not drafts_of(config)
 
 
 def _any_of(blocks: range, groups: Iterable[Iterable[int]]) -> bool:
