@@ -2,7 +2,8 @@
 
 A job: {"model", "settings" of vllm.LLM, "rounds": [[prompt ids, …], …], "tokens", "sampling", "out"}; or with "requests" in
 place of rounds and tokens: so many, which come, end and are aborted at random. "register": arguments of `methods.register`.
-With "interpreted", vLLM takes its Model Runner V2, which needs Triton: its kernels run in Triton's interpreter.
+With "interpreted", vLLM takes its Model Runner V2, which needs Triton: its kernels run in Triton's interpreter. With "turns",
+passes read prompts and decode in turns, as on a GPU.
 """
 
 from __future__ import annotations
@@ -41,6 +42,10 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     log: list[str] = []
     logging.getLogger("vllm.kvrecall").addFilter(lambda told: log.append(told.getMessage()) or True)  # vLLM drops handlers
     settings = {"enforce_eager": True, "skip_tokenizer_init": True, "disable_log_stats": False, **job["settings"]}
+    if job.get("turns"):
+        from kvrecall.backends.vllm import scheduler
+
+        scheduler.parts_passes = lambda config: True
     llm: Any = LLM(model=job["model"], **settings)
     start = {"log": log, **inspected(llm)} if job.get("inspected") else {}
     if "requests" in job:
@@ -120,6 +125,7 @@ def soak(llm: Any, requests: int, logprobs: int | None) -> dict[str, Any]:
     draw, engine = Random(5), llm.llm_engine
     seen = watched_places(engine.vllm_config) if "kvrecall" in engine.vllm_config.additional_config else []
     free = engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks
+    passes = watched_passes(engine.engine_core.engine_core.scheduler)
     before, first = free(), [draw.randrange(3, 512) for _ in range(300)]
     asked = [(draw.choice([1, 9, 70, 260]), draw.randrange(2), draw.randrange(1, 24)) for _ in range(requests)]
     prompts = [first * shares + [draw.randrange(3, 512) for _ in range(count)] for count, shares, _ in asked]
@@ -152,8 +158,22 @@ def soak(llm: Any, requests: int, logprobs: int | None) -> dict[str, Any]:
     counts = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
     return {
         "ended": ended, "likely": places, "lost": before - free(), "files": len(os.listdir("/proc/self/fd")) - files,
-        "preemptions": counts.get("vllm:num_preemptions", 0), "places": seen,
+        "preemptions": counts.get("vllm:num_preemptions", 0), "places": seen, "passes": passes,
     }  # fmt: skip
+
+
+def watched_passes(scheduler: Any) -> list[str]:
+    """Notes for every pass whether it reads prompts, decodes, does both, or nothing. Returns the list of them."""
+    schedule, seen = scheduler.schedule, list[str]()
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        made = schedule(*args, **kwargs)
+        kinds = {count > 1 for count in made.num_scheduled_tokens.values()}
+        seen.append("mixed" if len(kinds) > 1 else "nothing" if not kinds else "prompts" if kinds == {True} else "decodes")
+        return made
+
+    scheduler.schedule = noted
+    return seen
 
 
 def watched_places(config: Any) -> list[str]:

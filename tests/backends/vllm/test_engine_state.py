@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 from transformers import AutoConfig, Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+from vllm.v1.core.sched.interface import SchedulerInterface as Scheduler
 
 from kvrecall.backends.transformers.rotary import rotaries_of
 from kvrecall.backends.transformers.statistics import Source, observed
@@ -260,6 +262,22 @@ def test_requests_that_come_end_and_are_aborted_lose_no_block(home: Path) -> Non
     made, expected = (answers(home, job, own, **few) for own in (METHODS["balanced"], None))
     assert made["ended"] == expected["ended"] and len(made["ended"]) > job["requests"] // 2
     assert made["lost"] == 0 and made["files"] <= 0 and len({*made["places"]}) > job["requests"] // 4
+
+
+@pytest.mark.skipif(
+    "throttle_prefills" not in signature(Scheduler.schedule).parameters, reason="this vLLM cannot put off sequences that decode"
+)
+def test_passes_read_prompts_and_decode_in_turns(home: Path) -> None:
+    """As on a GPU, where decoding is recorded. Memory is scarce, so that some prompts find no room and others are preempted."""
+    job, few = {"requests": 40}, {"max_num_seqs": 8, "max_model_len": 1024}
+    made = answers(home, job | {"turns": True}, METHODS["balanced"], num_gpu_blocks_override=40, **few)
+    expected = answers(home, job, None, **few)
+    both = made["ended"].keys() & expected["ended"].keys()
+    assert len(both) > job["requests"] // 4 and all(made["ended"][name] == expected["ended"][name] for name in both)
+    passes = made["passes"]
+    assert min(passes.count("prompts"), passes.count("decodes")) > job["requests"] // 2
+    assert passes.count("mixed") < expected["passes"].count("mixed") // 2, "only where a sequence found room that had none before"
+    assert passes.count("nothing") < passes.count("prompts") and made["preemptions"] > 0 and made["lost"] == 0
 
 
 ON_V2 = {"interpreted": True}
