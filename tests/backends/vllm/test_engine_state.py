@@ -276,7 +276,7 @@ def test_passes_read_prompts_and_decode_in_turns(home: Path) -> None:
     assert len(both) > job["requests"] // 4 and all(made["ended"][name] == expected["ended"][name] for name in both)
     passes = made["passes"]
     assert min(passes.count("prompts"), passes.count("decodes")) > job["requests"] // 2
-    assert passes.count("mixed") < expected["passes"].count("mixed") // 2, "only where a sequence found room that had none before"
+    assert passes.count("mixed") < expected["passes"].count("mixed") // 2, "only where one found room that had none before"
     assert passes.count("nothing") < passes.count("prompts") and made["preemptions"] > 0 and made["lost"] == 0
 
 
