@@ -13,6 +13,9 @@ alone, which makes them in a third of the time or less: with ours only. Their ke
 search and fetch them as they do others. Times of such prompts are left empty.
 
 Random tokens have queries that share nothing, so hardly a row that one step selects is there from the step before.
+`--beside FILE` times what comes while 8 sequences of 16K tokens decode: questions behind a cached text and chats, how long they
+wait for their first token, and the others for their next one.
+
 `--alike 0.93` makes queries of two steps alike, as they are in a text (`vllm_weights.weights`). Tokens are then drawn,
 because the likeliest one would be the same at every step.
 """
@@ -29,7 +32,7 @@ import os
 import time
 import traceback
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.util import find_spec
 from itertools import count, pairwise
 from pathlib import Path
@@ -53,6 +56,9 @@ STEPS = 128
 _FOLLOW_UP = 100
 """Tokens of a question about a cached prompt."""
 _NAMES = count()
+_DECODING, _DECODED, _ASKED, _QUESTION, _CHAT, _TEXT = 8, 16384, 5, 64, 2000, 65536
+"""Sequences that decode in `--beside`, most of their tokens; how many questions and chats come, and their tokens; most tokens
+of the text of the questions."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +92,23 @@ class Row:
     admitted_tokens: int
     preempted: int
     start_s: float
+    note: str
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Requests that came while others decoded, one after the other: median milliseconds until their first token, of the longest
+    pause of the others meanwhile, and of a step before."""
+
+    engine: str
+    gpu: str
+    vllm: str
+    decoding: int
+    asked: str
+    requests: int
+    first_token_ms: float
+    pause_ms: float
+    step_ms: float
     note: str
 
 
@@ -249,6 +272,63 @@ class Bench:
         self._shorten(False)
         return row
 
+    def beside(self, asked: str, prompts: list[list[int]]) -> Beside:
+        """Asks them one by one while `_DECODING` sequences decode. asked: what they are."""
+        from vllm import SamplingParams
+
+        llm_engine, made = self.llm.llm_engine, dict[str, Any]()
+
+        def add(ids: list[int], tokens: int) -> str:
+            sampling = SamplingParams(max_tokens=tokens, temperature=1.0, ignore_eos=True, detokenize=False)
+            llm_engine.add_request(name := str(next(_NAMES)), {"prompt_token_ids": ids}, sampling)
+            return name
+
+        def step() -> float:
+            begun = time.perf_counter()
+            made.update({each.request_id: each for each in llm_engine.step()})
+            return (time.perf_counter() - begun) * 1e3
+
+        others = [add(self.prompt(number, min(_DECODED, self.args.longest // 2)), 400) for number in range(_DECODING)]
+        while not all(name in made for name in others):
+            step()
+        plain, firsts, pauses = [step() for _ in range(20)], list[float](), list[float]()
+        for ids in prompts:
+            for _ in range(4):
+                step()
+            name, waited, pause, longest = add(ids, 2), 0.0, 0.0, 0.0
+            seen, first = len(made[others[0]].outputs[0].token_ids), None
+            while first is None or longest == 0:
+                took = step()
+                waited, pause = waited + took, pause + took
+                first = waited if first is None and name in made else first
+                if (count := len(made[others[0]].outputs[0].token_ids)) > seen:
+                    seen, longest, pause = count, max(longest, pause), 0.0
+            firsts.append(first)
+            pauses.append(longest)
+        llm_engine.abort_request(others)
+        while llm_engine.has_unfinished_requests():
+            step()
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        middle = median(firsts), median(pauses), median(plain)
+        return Beside(
+            self.args.engine, gpu, version(), _DECODING, asked, len(prompts), *middle, f"{self.args.cache_dtype} rows"
+        )
+
+    def all_beside(self, longest: int) -> list[Beside]:
+        """What `--beside` asks. longest: tokens of the text of the questions."""
+
+        def own(count: int, seed: int) -> list[int]:
+            return torch.randint(3, self.vocabulary, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+        text = self.prompt(0, longest)
+        self.ask([text], 2)
+        questions = [text + own(_QUESTION, 50 + i) for i in range(_ASKED)]
+        chats = [own(_CHAT, 70 + i) for i in range(_ASKED)]
+        return [
+            self.beside(f"question of {_QUESTION} tokens behind {longest}", questions),
+            self.beside(f"chat of {_CHAT} tokens", chats),
+        ]
+
     def compiled(self) -> AbstractContextManager[Compiled | None]:
         """Counts kernels, if they are compiled in this process."""
         counted = self.args.ranks == 1 and torch.cuda.is_available() and find_spec("triton") is not None
@@ -284,12 +364,18 @@ class Bench:
         if self.args.engine != "kvrecall":
             assert not short
             return
-        from kvrecall.step import stream
+        from kvrecall.step.device import Pass
+        from kvrecall.step.stream import Stream
 
-        if not hasattr(Bench, "_pieces"):
-            Bench._pieces = stream.Stream.pieces  # type: ignore[attr-defined]
-        own: Any = Bench._pieces  # type: ignore[attr-defined]
-        stream.Stream.pieces = (lambda s, host, table, stop: own(s, host, [], 0)) if short else own  # type: ignore[method-assign]
+        if not hasattr(Bench, "_own"):
+            Bench._own = Stream.pieces, Pass.of  # type: ignore[attr-defined]
+        pieces, of = Bench._own  # type: ignore[attr-defined]
+
+        def streamed(told: Any, plan: Any, size: int, drafts: int, near: float = 0, library: Any = None) -> Any:
+            return of(told, plan, size, drafts, 0, library and replace(library, reads=None))
+
+        Stream.pieces = (lambda s, host, table, stop: pieces(s, host, [], 0)) if short else pieces  # type: ignore[method-assign]
+        Pass.of = staticmethod(streamed if short else of)  # type: ignore[method-assign]
 
     def _counts(self) -> dict[str, int]:
         """Of ours, of all ranks: the searches are alike, the rows are added."""
@@ -379,6 +465,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("build/vllm"))
     parser.add_argument("--out", type=Path, required=True)
     parser.set_defaults(offload_gib=0)
+    parser.add_argument("--beside", type=Path, help="file for what comes beside sequences that decode")
     args = parser.parse_args()
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     ones = [int(n) for n in args.one.split(",") if n]
@@ -408,6 +495,13 @@ def main() -> None:
             rows.writerow({k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(row).items()})
             file.flush()
             print(row, flush=True)
+    if args.beside:
+        found = bench.all_beside(min(args.longest, _TEXT))
+        with args.beside.open("w", newline="") as file:
+            rows = csv.DictWriter(file, [f.name for f in fields(Beside)], lineterminator="\n")
+            rows.writeheader()
+            rows.writerows({k: round(v, 2) if isinstance(v, float) else v for k, v in asdict(each).items()} for each in found)
+        print(*found, sep="\n", flush=True)
     if not batches:
         bench.write_answers_and_profile(ones)
     elif args.profile_batch:

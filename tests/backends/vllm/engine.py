@@ -45,7 +45,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     if job.get("turns"):
         from kvrecall.backends.vllm import scheduler
 
-        scheduler.parts_passes = lambda config: True
+        scheduler.most_in_turns = lambda config: 7
     llm: Any = LLM(model=job["model"], **settings)
     start = {"log": log, **inspected(llm)} if job.get("inspected") else {}
     if "requests" in job:

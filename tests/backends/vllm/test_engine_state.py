@@ -267,17 +267,20 @@ def test_requests_that_come_end_and_are_aborted_lose_no_block(home: Path) -> Non
 @pytest.mark.skipif(
     "throttle_prefills" not in signature(Scheduler.schedule).parameters, reason="this vLLM cannot put off sequences that decode"
 )
-def test_passes_read_prompts_and_decode_in_turns(home: Path) -> None:
-    """As on a GPU, where decoding is recorded. Memory is scarce, so that some prompts find no room and others are preempted."""
-    job, few = {"requests": 40}, {"max_num_seqs": 8, "max_model_len": 1024}
-    made = answers(home, job | {"turns": True}, METHODS["balanced"], num_gpu_blocks_override=40, **few)
+@pytest.mark.parametrize("blocks", [200, 40], ids=["room", "scarce"])
+def test_passes_read_prompts_and_decode_in_turns(home: Path, blocks: int) -> None:
+    """As on a GPU, where decoding is recorded. Where memory is scarce, prompts find no room, and others are preempted."""
+    job, few = {"requests": 30}, {"max_num_seqs": 8, "max_model_len": 1024}
+    made = answers(home, job | {"turns": True}, METHODS["balanced"], num_gpu_blocks_override=blocks, **few)
     expected = answers(home, job, None, **few)
     both = made["ended"].keys() & expected["ended"].keys()
     assert len(both) > job["requests"] // 4 and all(made["ended"][name] == expected["ended"][name] for name in both)
-    passes = made["passes"]
-    assert min(passes.count("prompts"), passes.count("decodes")) > job["requests"] // 2
-    assert passes.count("mixed") < expected["passes"].count("mixed") // 2, "only where one found room that had none before"
-    assert passes.count("nothing") < passes.count("prompts") and made["preemptions"] > 0 and made["lost"] == 0
+    counts = {kind: made["passes"].count(kind) for kind in ("prompts", "decodes", "mixed", "nothing")}
+    assert counts["prompts"] > 5 and counts["nothing"] < len(made["passes"]) / 8 and made["lost"] == 0
+    if blocks == 40:
+        assert made["preemptions"] > 0
+    else:
+        assert counts["mixed"] == 0 < expected["passes"].count("mixed"), counts
 
 
 ON_V2 = {"interpreted": True}

@@ -149,7 +149,7 @@ class RetrievalBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
         passes, size = self._engine.whole, self.kv_cache_spec.block_size
         layers = self.vllm_config.compilation_config.static_forward_context
         shape = layers[self.layer_names[0]].impl.shape  # its layers are alike
-        if shape.row_dtype is not None or why_not(shape, size):  # it multiplies rows in eight bits by queries in eight bits
+        if shape.row_dtype is not None:  # it multiplies rows in eight bits by queries in eight bits
             return Library(passes.below)
         flash = FlashAttention(shape, size, passes)
 

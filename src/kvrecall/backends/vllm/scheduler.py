@@ -27,6 +27,8 @@ from kvrecall.step.promises import Watch
 _log = logging.getLogger("vllm.kvrecall")
 _PASSES = 8
 """At least as many passes as may be in flight."""
+_UNTRIED = 16
+"""Passes until a prompt that found no room is tried again."""
 
 
 class _Retrieving:
@@ -41,19 +43,19 @@ class _Retrieving:
         divide(self)
         self._begun: deque[set[str]] = deque(maxlen=_PASSES)
         """The requests that each of the last passes began."""
-        self._parts = hasattr(self, "prefill_capacity_bound") and parts_passes(self.vllm_config)
+        self._most = most_in_turns(self.vllm_config) if hasattr(self, "prefill_capacity_bound") else 0
         self._alone = False
         """Whether the last pass reads prompts alone."""
-        self._full: int = self.max_num_running_reqs
-        """So many running requests leave no room for another prompt."""
+        self._untried = 0
+        """In so many of the next passes no prompt is read alone: none found room."""
 
     def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self._decodes_alone():
             self.prefill_capacity_bound = False  # or vLLM would not put off prompts
             args, kwargs = (), {"throttle_prefills": True}
         made = super().schedule(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        if self._alone and not made.total_num_scheduled_tokens:  # no prompt finds room before a sequence ends
-            self._full = len(self.running)
+        if self._alone and not made.total_num_scheduled_tokens:
+            self._untried = _UNTRIED
         made.restored_pages = restored_pages(self)
         self._begun.append({*beginning(made)})
         return made
@@ -63,12 +65,14 @@ class _Retrieving:
         alone is a recorded graph, and takes less time than it adds to a pass with prompts, whose kernels are launched one by
         one."""
         read, self._alone, running = self._alone, False, self.running
-        if read or not self._parts:
+        if read or not self._most:
             return read
+        if self._untried:
+            self._untried -= 1
+            return False
         decoding = [request for request in running if not request.is_prefill_chunk]
-        if len(running) < self._full:
-            self._full = self.max_num_running_reqs
-        if decoding and (len(decoding) < len(running) or (self.waiting and len(running) < self._full)):
+        begins = self.waiting and len(running) < self.max_num_running_reqs
+        if 0 < len(decoding) <= self._most and (begins or len(decoding) < len(running)):
             self._alone = True
             for request in decoding:
                 request.next_decode_eligible_step = self.current_step + 2  # `schedule` counts first
@@ -145,13 +149,18 @@ class _Retrieving:
         return ended
 
 
-def parts_passes(config: Any) -> bool:
-    """Whether it is faster to read prompts and to decode in passes of their own: where decoding is recorded. Sequences with
-    drafts, stages of a pipeline, and engines that work in step have a rhythm of their own."""
-    graphs, parallel = config.compilation_config.cudagraph_mode, config.parallel_config
-    recorded = not current_platform.is_cpu() and graphs is not None and graphs.has_full_cudagraphs()
+def most_in_turns(config: Any) -> int:
+    """Most decoding sequences with which passes take turns: those of a recorded pass. 0 for none: sequences with drafts, stages
+    of a pipeline, engines that work in step, and prompts at intervals have a rhythm of their own. vLLM limits the adapters of a
+    pass without those of sequences that are put off, and its first model runner forgets such sequences."""
+    graphs, parallel = config.compilation_config, config.parallel_config
+    if current_platform.is_cpu() or not graphs.cudagraph_mode or not graphs.cudagraph_mode.has_full_cudagraphs():
+        return 0
     together = max(parallel.pipeline_parallel_size, parallel.data_parallel_size) > 1
-    return recorded and not together and not drafts_of(config)
+    interval = getattr(config.scheduler_config, "prefill_schedule_interval", 1)
+    if together or interval > 1 or config.lora_config is not None or drafts_of(config):
+        return 0
+    return (graphs.max_cudagraph_capture_size or 0) if getattr(config, "use_v2_model_runner", False) else 0
 
 
 def _any_of(blocks: range, groups: Iterable[Iterable[int]]) -> bool:
