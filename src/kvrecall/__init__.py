@@ -7,7 +7,7 @@ host memory and attends to them together with a small dense window. Nothing is e
 
     cache = kvrecall.RetrievalCache(model.config, kvrecall.methods.recommended())
     with kvrecall.attach(model):
-        out = model.generate(**inputs, past_key_values=cache, max_new_tokens=256)
+        out = model.generate(**inputs, cache=cache, max_new_tokens=256)
 
     answers = kvrecall.ask(model, tokenizer, document, ["Who left?", "When?"])    # reads the document once
 

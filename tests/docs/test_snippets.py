@@ -15,8 +15,8 @@ from tests.docs import shell
 from tests.docs.pages import PAGES, ROOT, RUN, SHOWN, Block, blocks, commands
 from tests.tiny import WORDS, tiny_tokenizer
 
-pytestmark = pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
-"""The pages use the name that every supported release of transformers takes."""
+pytestmark = pytest.mark.filterwarnings("error:.past_key_values. is deprecated:FutureWarning")
+"""The pages use the name that transformers takes today."""
 
 SITE = [page for page in PAGES if page.name != "README.md" and any(b.language in RUN for b in blocks(page))]
 
