@@ -27,7 +27,7 @@ class RowBlocks:
 
     def __init__(self, blocks: int, shape: LayerShape, block_size: int, given: int | None = None, near: int = 0) -> None:
         """near: blocks with rows in device memory. given: blocks with memory at the start, those included; all by default."""
-        far, self.near, self.block_size, self.dtype = blocks - near, near, block_size, shape.dtype
+        far, self.near, self.block_size = blocks - near, near, block_size
         self._gpu = shape.device if shape.device.type == "cuda" else None
         sizes = shape.kv_heads, block_size, 2, shape.head_dim
         self._region = Region((far, *sizes), shape.stored_dtype, self._gpu) if far else None
@@ -96,15 +96,15 @@ class RowBlocks:
         rows = torch.stack([keys, values], 2).to(self.rows)
         self.rows[slots // self.block_size, :, slots % self.block_size] = rows
 
-    def pieces(self, table: list[int], stop: int) -> Iterator[Tensor]:
-        """Copies `[H_kv, n, K|V, D]` of the rows 0 .. stop - 1 of a sequence with these blocks, in `dtype`, a few thousand at a
-        time."""
-        step = max(1, PIECE_TOKENS // self.block_size)
-        for first in range(0, cdiv(stop, self.block_size), step):
-            blocks = table[first : first + step]
+    def pieces(self, table: list[int], stop: int) -> Iterator[tuple[Tensor, int]]:
+        """Copies `[n, H_kv, block_size, K|V, D]` of the rows 0 .. stop - 1 in these blocks, a few thousand tokens at a time, as
+        they are stored, and how many of their tokens count."""
+        size = self.block_size
+        step, behind = max(1, PIECE_TOKENS // size), cdiv(stop, size)
+        for first in range(0, behind, step):
+            blocks = table[first : min(first + step, behind)]
             rows = torch.cat([self.run(block, 1) for block in blocks]) if self.near else self.rows[blocks]
-            rows = rows.transpose(0, 1).flatten(1, 2).to(self.dtype)
-            yield rows[:, : stop - first * self.block_size]
+            yield rows, min(stop - first * size, len(blocks) * size)
 
     def table(self, blocks: list[int]) -> HostTable:
         """Addresses of a sequence's rows, on a CPU."""
@@ -122,20 +122,15 @@ class Stream:
 
     @contextmanager
     def pieces(self, host: RowBlocks, table: list[int], stop: int) -> Iterator[Iterator[tuple[Tensor, int]]]:
-        """The rows 0 .. stop - 1 in these blocks, on the device: `[n, H_kv, block_size, K|V, D]` at a time, as they are stored,
-        and how many of their tokens count.
+        """`RowBlocks.pieces`, on the device.
 
         Copying starts when the context is entered. Each piece must be used before the next one is requested.
         """
-        size, most = host.block_size, max(1, STREAMED_TOKENS // host.block_size)  # blocks of a piece
-        own = [table[start : min(start + most, cdiv(stop, size))] for start in range(0, cdiv(stop, size), most)]
-
-        def tokens(number: int) -> int:
-            return min(stop - number * most * size, len(own[number]) * size)
-
         if self._device.type != "cuda":
-            yield ((torch.cat([host.run(block, 1) for block in each]), tokens(i)) for i, each in enumerate(own))
+            yield host.pieces(table, stop)
             return
+        size, most = host.block_size, STREAMED_TOKENS // host.block_size  # blocks of a piece
+        own = [table[start : min(start + most, cdiv(stop, size))] for start in range(0, cdiv(stop, size), most)]
         places = self._places.view(PLACES, most, *host.rows.shape[1:])
 
         def fill(number: int) -> None:
@@ -143,7 +138,8 @@ class Stream:
                 places[number % PLACES, at : at + count].copy_(host.run(first, count), non_blocking=True)
 
         def rows_of(number: int) -> tuple[Tensor, int]:
-            return places[number % PLACES, : len(own[number])], tokens(number)
+            count = len(own[number])
+            return places[number % PLACES, :count], min(stop - number * most * size, count * size)
 
         with rotate(self._device, len(own), PLACES, fill, rows_of) as pieces:
             yield pieces
