@@ -154,17 +154,12 @@ class PagedLayer:
         """A chunk `[H, T, D]` attends to itself and to everything before it, streamed from the host."""
         how = self._params.scaling, self._params.softcap, past + q.shape[1]
         own = attend_causal(q, k, v, *how)
-        return merge_in_turn([own], (attend_block(q, rows, *how) for rows in self._rows(table, past)))
-
-    def _rows(self, table: list[int], stop: int) -> Iterator[Tensor]:
-        """Rows `[H_kv, n, K|V, D]` 0 .. stop - 1 of a sequence with these blocks, a few thousand at a time."""
-        for rows, tokens in self._host.pieces(table, stop):
-            yield rows.transpose(0, 1).flatten(1, 2)[:, :tokens].to(self._shape.dtype)
+        return merge_in_turn([own], (attend_block(q, rows, *how) for rows in self._host.pieces(table, past)))
 
     def _whole(self, q: Tensor, table: list[int], length: int) -> Partial:
         """A token `[H_q, 1, D]` attends to all rows of its sequence, which are sinks or recent."""
         how = self._params.scaling, self._params.softcap
-        return merge([attend_block(q, rows, *how) for rows in self._rows(table, length)])
+        return merge([attend_block(q, rows, *how) for rows in self._host.pieces(table, length)])
 
     def _retrieve(
         self, queries: Tensor, batch: Batch, window: Window, searched: list[tuple[int, int, int]], out: Tensor
@@ -180,7 +175,7 @@ class PagedLayer:
         found = self.index.search(q, tables, ends, method.sink_tokens, Budget(method.top_k, params.scaling))
         for i, (row, at, _) in enumerate(searched):
             recent = window.span(row, ends[i], lengths[i])
-            sinks = [*self._rows(tables[i], method.sink_tokens)]
+            sinks = [rows[:, : method.sink_tokens] for rows in self._host.pieces(tables[i], method.sink_tokens)]
             dense = torch.cat([*sinks, recent.to(self._shape.dtype)], 1).unsqueeze(0)
             counts = torch.full((1, heads), dense.shape[2], dtype=torch.int32, device="cpu")
             parts = [attend_rows(q[i : i + 1].unsqueeze(2), Rows(dense, counts), params.scaling, params.softcap)]

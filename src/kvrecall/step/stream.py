@@ -27,7 +27,7 @@ class RowBlocks:
 
     def __init__(self, blocks: int, shape: LayerShape, block_size: int, given: int | None = None, near: int = 0) -> None:
         """near: blocks with rows in device memory. given: blocks with memory at the start, those included; all by default."""
-        far, self.near, self.block_size = blocks - near, near, block_size
+        far, self.near, self.block_size, self.dtype = blocks - near, near, block_size, shape.dtype
         self._gpu = shape.device if shape.device.type == "cuda" else None
         sizes = shape.kv_heads, block_size, 2, shape.head_dim
         self._region = Region((far, *sizes), shape.stored_dtype, self._gpu) if far else None
@@ -96,7 +96,13 @@ class RowBlocks:
         rows = torch.stack([keys, values], 2).to(self.rows)
         self.rows[slots // self.block_size, :, slots % self.block_size] = rows
 
-    def pieces(self, table: list[int], stop: int) -> Iterator[tuple[Tensor, int]]:
+    def pieces(self, table: list[int], stop: int) -> Iterator[Tensor]:
+        """Copies `[H_kv, n, K|V, D]` of the rows 0 .. stop - 1 of a sequence with these blocks, in `dtype`, a few thousand at a
+        time."""
+        for rows, tokens in self.block_pieces(table, stop):
+            yield rows.transpose(0, 1).flatten(1, 2)[:, :tokens].to(self.dtype)
+
+    def block_pieces(self, table: list[int], stop: int) -> Iterator[tuple[Tensor, int]]:
         """Copies `[n, H_kv, block_size, K|V, D]` of the rows 0 .. stop - 1 in these blocks, a few thousand tokens at a time, as
         they are stored, and how many of their tokens count."""
         size = self.block_size
@@ -122,12 +128,12 @@ class Stream:
 
     @contextmanager
     def pieces(self, host: RowBlocks, table: list[int], stop: int) -> Iterator[Iterator[tuple[Tensor, int]]]:
-        """`RowBlocks.pieces`, on the device.
+        """`RowBlocks.block_pieces`, on the device.
 
         Copying starts when the context is entered. Each piece must be used before the next one is requested.
         """
         if self._device.type != "cuda":
-            yield host.pieces(table, stop)
+            yield host.block_pieces(table, stop)
             return
         size, most = host.block_size, STREAMED_TOKENS // host.block_size  # blocks of a piece
         own = [table[start : min(start + most, cdiv(stop, size))] for start in range(0, cdiv(stop, size), most)]
