@@ -13,11 +13,11 @@ alone, which makes them in a third of the time or less: with ours only. Their ke
 search and fetch them as they do others. Times of such prompts are left empty.
 
 Random tokens have queries that share nothing, so hardly a row that one step selects is there from the step before.
-`--beside FILE` times what comes while 8 sequences of 16K tokens decode: questions behind a cached text and chats, how long they
-wait for their first token, and the others for their next one.
-
 `--alike 0.93` makes queries of two steps alike, as they are in a text (`vllm_weights.weights`). Tokens are then drawn,
 because the likeliest one would be the same at every step.
+
+`--beside FILE` times what comes while 8 sequences of 16K tokens decode: questions behind a cached text and chats, how long they
+wait for their first token, and the others for their next one.
 """
 
 # vLLM is installed where this is run.
@@ -464,8 +464,8 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a model for a CPU")
     parser.add_argument("--folder", type=Path, default=Path("build/vllm"))
     parser.add_argument("--out", type=Path, required=True)
-    parser.set_defaults(offload_gib=0)
     parser.add_argument("--beside", type=Path, help="file for what comes beside sequences that decode")
+    parser.set_defaults(offload_gib=0)
     args = parser.parse_args()
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     ones = [int(n) for n in args.one.split(",") if n]

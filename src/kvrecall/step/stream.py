@@ -136,8 +136,8 @@ class Stream:
             yield host.block_pieces(table, stop)
             return
         size, most = host.block_size, STREAMED_TOKENS // host.block_size  # blocks of a piece
-        own = [table[start : min(start + most, cdiv(stop, size))] for start in range(0, cdiv(stop, size), most)]
         places = self._places.view(PLACES, most, *host.rows.shape[1:])
+        own = [table[start : min(start + most, cdiv(stop, size))] for start in range(0, cdiv(stop, size), most)]
 
         def fill(number: int) -> None:
             for at, first, count in runs(own[number], host.borders):
