@@ -12,7 +12,7 @@ from kvrecall.step.counts import Counts, forget
 from kvrecall.step.device import Chunk, Pass, Past, Run, Window
 from kvrecall.step.warmup import FakeMetadata, Layout, Limits, trials
 from tests.step import test_paged as paged
-from tests.step.on_device import MOST, PAGE, Device, stored
+from tests.step.on_device import MOST, Device, stored
 from tests.step.test_paged import BLOCKS, DIM, HEADS, SHAPE, SIZE, cut, dense, method_of, tokens
 
 GIVEN = [
@@ -59,7 +59,7 @@ def test_prompts_in_chunks_and_steps_that_find_everything_are_dense(given: dict,
 
 def test_decoded_tokens_reach_the_host_before_they_leave_the_window() -> None:
     """In runs, which end at blocks, too; after a prompt that ends within one."""
-    device = Device(GIVEN[0], top_k=512)
+    device = Device(GIVEN[0], top_k=512, near=0)
     local, text, first = paged.SMALL["local_tokens"], tokens(300, 1), 250
     device.feed({0: cut(text, 0, first)})
     device.rows(device.tables[0][first // SIZE])[:, first % SIZE :] = float("nan")
@@ -347,8 +347,8 @@ def test_warming_up_changes_no_block_of_a_sequence_and_no_answer() -> None:
         before = [x.clone() for x in (device.pages, rows(), device.layer_pages)]
         for trial in trials(limits, gpu=True):
             q, k, v = Layout.contiguous(SHAPE).random(sum(trial.counts), device.on)
-            told, near = (FakeMetadata.of(trial, size, limits.longest, device.on) for size in (SIZE, PAGE))
-            window = Window(device.pages, near.block_table_tensor, near.slot_mapping)
+            told = FakeMetadata.of(trial, SIZE, limits.longest, device.on)
+            window = Window(device.pages, told.block_table_tensor, told.slot_mapping)
             device.layer.forward(q, k, v, Pass.of(told, device.plan, SIZE, drafts), window, torch.empty_like(q))
         for old, new in zip(before, (device.pages, rows(), device.layer_pages), strict=True):
             assert torch.equal(old[1:].nan_to_num(7), new[1:].nan_to_num(7))

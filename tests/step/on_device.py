@@ -14,6 +14,7 @@ from torch import Tensor
 from kvrecall.attend import attend_causal
 from kvrecall.attend.reference import attend_rows
 from kvrecall.core.structs import AttentionParams, Rows
+from kvrecall.step.capacity import Division
 from kvrecall.step.device import Attend, DeviceLayer, Library, Pass, Run, Window
 from kvrecall.step.places import Places
 from kvrecall.step.plan import PassPlan
@@ -24,7 +25,7 @@ from kvrecall.step.warmup import FakeMetadata
 from tests.step import test_paged as paged
 from tests.step.test_paged import BLOCKS, DIM, HEADS, PADDING, PARAMS, SHAPE, SIZE, method_of
 
-PAGE, LONGEST, MOST = 8, 1024, 4
+LONGEST, MOST = 1024, 4
 
 
 def attend_pages(
@@ -55,7 +56,7 @@ class Device:
     searches has the attention of a library, and prompts that begin, are short, or lie on the device. whole_passes: how many
     had. runs, reads, block_reads: prompts that began and went on, in the window and in blocks, which were attended to at once,
     and the tokens of their longest chunk. cached: most sequences with a place in the row cache. scales: of rows in eight bits.
-    near: blocks with rows in device memory."""
+    near: blocks with rows in device memory, which are their own pages of the window."""
 
     given: dict
     top_k: int
@@ -87,17 +88,20 @@ class Device:
             3, shape, method, index, PARAMS, MOST, LONGEST, None, self.places, self.drafts, scales=self.scales or (1.0, 1.0)
         )
         self.places.cover(BLOCKS)
-        self.host = RowBlocks(BLOCKS, shape, SIZE, near=self.near)
+        division = Division(self.near, BLOCKS, 60 if self.near < BLOCKS else 0)
+        self.host = RowBlocks(BLOCKS, shape, SIZE, near=self.near, pages=division.row_pages)
         for block in range(BLOCKS):
             self.rows(block).copy_(torch.full(self.rows(block).shape, float("nan")))
         width = width_of(index, method.estimate_config(), SHAPE)
         content = width * SIZE * HEADS
         self.layer_pages = torch.full((BLOCKS, content + PADDING), 255, dtype=torch.uint8, device=self.on)[:, :content]
         self.layer.bind(self.layer_pages, self.host)
-        self.pages = torch.full((400, HEADS, PAGE, 2 * DIM), float("nan"), device=self.on).to(shape.stored_dtype)
+        self.pages = self.host.device_rows.flatten(-2)
+        self.pages[self.near :].copy_(torch.full(self.pages[self.near :].shape, float("nan")))
         self.plan = PassPlan(MOST, LONGEST, method, index, SIZE, self.on, self.drafts, self.places)
         draw = torch.Generator().manual_seed(4)
-        self.free, self.free_pages = torch.randperm(BLOCKS - 1, generator=draw).add(1).tolist(), list(range(1, 400))
+        self.free = torch.randperm(BLOCKS - 1, generator=draw).add(1).tolist()
+        self.free_pages = list(range(division.first_page, division.row_pages))
 
     def rows(self, block: int) -> Tensor:
         """Rows `[H_kv, SIZE, 2, D]` of a block."""
@@ -106,7 +110,7 @@ class Device:
     def leave(self, name: int) -> None:
         """A sequence ends; who comes next gets its blocks."""
         self.free += self.tables.pop(name)
-        self.free_pages += self.recent.pop(name)
+        self.free_pages += [page for page in self.recent.pop(name) if page >= self.near]
         self._ended.append(str(name))
         del self.lengths[name]
 
@@ -118,12 +122,12 @@ class Device:
         for name, (q, _, _) in new.items():
             before = self.lengths.get(name, 0)
             after = self.lengths[name] = before + len(q)
-            for tables, free, size in ((self.tables, self.free, SIZE), (self.recent, self.free_pages, PAGE)):
-                table = tables.setdefault(name, [])
-                while len(table) * size < after:
-                    table.append(free.pop())
-            slots += [self.tables[name][p // SIZE] * SIZE + p % SIZE for p in range(before, after)]
-            near += [self.recent[name][p // PAGE] * PAGE + p % PAGE for p in range(before, after)]
+            table, recent = self.tables.setdefault(name, []), self.recent.setdefault(name, [])
+            while len(table) * SIZE < after:
+                table.append(self.free.pop())
+                recent.append(table[-1] if table[-1] < self.near else self.free_pages.pop())
+            slots += [table[p // SIZE] * SIZE + p % SIZE for p in range(before, after)]
+            near += [recent[p // SIZE] * SIZE + p % SIZE for p in range(before, after)]
             begins.append(begins[-1] + len(q))
             lengths.append(after)
         blocks = {str(name): [self.tables[name][before:]] for name, before in given.items()}

@@ -97,12 +97,13 @@ def _show_vllm(model: str, plan: Result) -> None:
     if plan["num_speculative_tokens"]:
         table.add_row("drafts", f"{plan['num_speculative_tokens']} tokens per sequence and step")
     table.add_row("per token", f"{_per_token(plan)}{each}")
-    table.add_row("needed", f"{size(plan['host_bytes'])} of host memory, {size(plan['device_bytes'])} of pages{each}")
+    table.add_row(
+        "needed", f"{size(plan['host_bytes'])} of host memory, {size(plan['device_bytes'])} of summaries and windows{each}"
+    )
     table.add_row("scratch", f"{size(plan['scratch_bytes'])} on the device{each}")
-    host = f"host: {plan['host_blocks']:,} in {size(plan['host_limit'])}{each}"
-    blocks = plan["device_blocks"]
-    near = f", {plan['near_blocks']:,} of them with rows"
-    device = "device: no GPU here to ask" if blocks is None else f"device: {blocks:,}{near} in {size(plan['page_bytes'])}"
+    host, pages = f"host: rows of {plan['host_blocks']:,} in {size(plan['host_limit'])}{each}", plan["page_bytes"]
+    near = f"rows of {plan['near_blocks']:,} and {plan['window_pages']:,} pages for windows"
+    device = "device: no GPU here to ask" if pages is None else f"device: summaries, {near} in {size(pages)}"
     table.add_row("blocks", f"{plan['blocks']:,} of {plan['block_size']:,} tokens ({host}; {device})")
     table.add_row("admitted", f"{plan['admitted_tokens']:,} tokens, {plan['sequences']:,} such sequences at once")
     table.add_row("fits", f"{'yes;' if plan['fits'] else 'NO:'} {plan['needed_blocks']:,} blocks are the least")

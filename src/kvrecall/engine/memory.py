@@ -120,10 +120,11 @@ class VllmPlan:
     """Bytes and blocks of one rank. `*_per_token` sum over its layers and KV heads.
 
     page_bytes: device memory for pages and rows, after weights and scratch; without the memory of vLLM's own passes. None
-    without a GPU and without a given value. device_blocks: that it holds, the windows' too. blocks: those of them whose rows
-    have room: of near_blocks in device memory, of the others in host memory. needed_blocks: for one sequence of the context
-    with its window; an engine with fewer does not start. sequences: of this context that can decode together. device_bytes: of
-    pages of `batch` such sequences. host_bytes: of their rows, for all ranks, if none lie in device memory.
+    without a GPU and without a given value. blocks: that it holds, or those that host memory holds: rows of near_blocks lie in
+    device memory, those of the others in host memory. window_pages: for recent tokens of the others, as large as the rows of a
+    block. needed_blocks: for one sequence of the context; an engine with fewer does not start. sequences: of this context that
+    can decode together. device_bytes: of summaries and windows of `batch` such sequences, host_bytes: of their rows, for all
+    ranks, if none lie in device memory.
     """
 
     method: str
@@ -145,8 +146,8 @@ class VllmPlan:
     host_limit: int
     host_blocks: int
     page_bytes: int | None
-    device_blocks: int | None
     near_blocks: int
+    window_pages: int
     blocks: int
     admitted_tokens: int
     sequences: int
@@ -154,7 +155,6 @@ class VllmPlan:
     device_bytes: int
     scratch_bytes: int
     weight_bytes: int
-    window_page_tokens: int
     fits: bool
 
     def to_dict(self) -> dict[str, Any]:
@@ -194,20 +194,18 @@ def plan_vllm(
     scratch = scratch_bytes(settings, shapes, batch, context_tokens, memory, block_size, drafts)
     if here is not None:
         page_bytes = max(0, memory - weights - scratch)
-    host_blocks = capacity.host.blocks
-    device_blocks = None if page_bytes is None else capacity.most(page_bytes)
-    division = Division(0, host_blocks) if device_blocks is None else capacity.divided(device_blocks)
-    blocks = max(0, division.rows)
-    rows, held = batch * capacity.sequence_blocks, batch * (capacity.sequence_blocks + capacity.steady_blocks)
-    sequences = (blocks - 1) // capacity.sequence_blocks if device_blocks is None else capacity.sequences(device_blocks)
-    fits = blocks > rows and (device_blocks is None or device_blocks >= max(capacity.needed, 1 + held))
+    host_blocks, held = capacity.host.blocks, batch * capacity.sequence_blocks
+    blocks = host_blocks if page_bytes is None else max(0, capacity.most(page_bytes))
+    division = Division(0, blocks, 0) if page_bytes is None else capacity.divided(blocks)
+    sequences = (blocks - 1) // capacity.sequence_blocks if page_bytes is None else capacity.sequences(blocks)
+    device_bytes = held * capacity.device_block_bytes + batch * capacity.steady_blocks * capacity.row_bytes
     return VllmPlan(
         settings.method.name, context_tokens, batch, drafts, ranks, layers, heads, model.head_dim,
         str(dtype).removeprefix("torch."), kv_cache_dtype, block_size, capacity.host.block_bytes // block_size,
         capacity.device_block_bytes / block_size, capacity.device_block_bytes,
         capacity.host.block_bytes, capacity.needed, capacity.host.limit, host_blocks, page_bytes,
-        device_blocks, division.near, blocks, blocks * block_size, max(0, sequences), rows * capacity.host.block_bytes * ranks,
-        held * capacity.device_block_bytes, scratch, weights, capacity.page_tokens, fits,
+        division.near, division.windows, blocks, blocks * block_size, max(0, sequences),
+        held * capacity.host.block_bytes * ranks, device_bytes, scratch, weights, blocks > held and sequences >= batch,
     )  # fmt: skip
 
 

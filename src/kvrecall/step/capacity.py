@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvrecall.core.errors import ParameterError
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import AttentionParams
 from kvrecall.index.base import LayerShape
@@ -26,19 +25,10 @@ from kvrecall.step.settings import BLOCK_TOKENS, Settings, check_block_size, lea
 from kvrecall.step.summaries import width_of
 
 _WINDOWS_SHARE = 8
-"""One of so many blocks at least is for windows alone."""
+"""Windows have pages for so many times fewer blocks than have rows in device memory, or for one sequence."""
 _STEP = 16
-"""Blocks with rows in device memory are a multiple of this, unless one sequence needs more: Triton compiles other kernels for
-other numbers."""
-
-
-def window_page_tokens(shape: LayerShape, width: int, block_size: int) -> int:
-    """Tokens of the window per page, a power of two, at most those of a block. A page has the size of a block's summaries.
-    Raises ParameterError if not one token fits."""
-    page, token = block_size * shape.kv_heads * width, shape.token_bytes
-    if token > page:
-        raise ParameterError("block_size", f"pages of {token} bytes or more", f"{page} bytes", "Double it.")
-    return min(block_size, 1 << (page // token).bit_length() - 1)
+"""Blocks with rows in device memory are a multiple of this: Triton compiles other kernels for other numbers. Host memory that
+holds fewer is not used."""
 
 
 def ahead_of(drafts: int) -> int:
@@ -47,14 +37,14 @@ def ahead_of(drafts: int) -> int:
 
 
 def window_blocks(
-    local_tokens: int, whole: int, page_tokens: int, longest: int, passes: int = 0, ahead: int = 0
+    local_tokens: int, whole: int, block_size: int, longest: int, passes: int = 0, ahead: int = 0
 ) -> int:  # fmt: skip
-    """Most blocks of one sequence's window: its own, and those that each of `passes` passes in flight will free. ahead: tokens
-    of a pass that may be rejected. longest: tokens of a sequence. whole, local_tokens: as for `plan.window_start`; without
-    passes in flight, a sequence that is longer than whole holds its recent tokens only."""
-    own = cdiv(local_tokens + ahead, page_tokens) + 1
-    before = cdiv(min(whole, longest) + ahead, page_tokens) if passes or longest < whole else 0
-    return min(max(own, before) + passes * own, cdiv(longest, page_tokens) + 1)
+    """Most blocks that one sequence's window lies in: its own, and those that each of `passes` passes in flight will free.
+    ahead: tokens of a pass that may be rejected. longest: tokens of a sequence. whole, local_tokens: as for
+    `plan.window_start`; without passes in flight, a sequence that is longer than whole holds its recent tokens only."""
+    own = cdiv(local_tokens + ahead, block_size) + 1
+    before = cdiv(min(whole, longest) + ahead, block_size) if passes or longest < whole else 0
+    return min(max(own, before) + passes * own, cdiv(longest, block_size) + 1)
 
 
 def needed_blocks(specs: Iterable[Any], config: Any, tokens: int | None = None) -> int:
@@ -69,59 +59,66 @@ def needed_blocks(specs: Iterable[Any], config: Any, tokens: int | None = None) 
 
 @dataclass(frozen=True)
 class Division:
-    """What blocks hold besides windows, by their numbers. Rows of the first `near` blocks lie in device memory, those of the
-    next ones, up to number `rows`, in host memory; only windows take the others."""
+    """Where the rows of `blocks` blocks lie, by their numbers: those of the first `near` in device memory, the others in host
+    memory. windows: pages on the device, as large as the rows of a block, for recent tokens in blocks on the host. 0 where
+    every block's own rows serve, in device memory or on a CPU."""
 
     near: int
-    rows: int
+    blocks: int
+    windows: int
+
+    @property
+    def first_page(self) -> int:
+        """Number of the first page for windows, behind the rows of the first blocks. 0 stands for none."""
+        return max(1, self.near)
+
+    @property
+    def row_pages(self) -> int:
+        """Blocks' rows and windows' pages on the device together."""
+        return self.first_page + self.windows if self.windows else self.near
 
     @staticmethod
     def of(blocks: int, host_blocks: int, needed: int, window: int, page_bytes: int, row_bytes: int) -> Division:
-        """Of `blocks` blocks on the device, if host memory holds rows of `host_blocks`. Windows alone have an eighth at least,
-        so that short sequences seldom take blocks for which host memory would be page-locked. Of the memory that is left then,
-        windows get a third, and rows the rest.
+        """Of `blocks` blocks, if host memory holds rows of `host_blocks`. Beyond what one sequence of the longest length needs,
+        rows on the device take as much memory as summaries of blocks with rows on the host; all, when host memory is full.
 
-        needed, window: blocks of one sequence of the longest length without its window, with the one that vLLM reserves, and
-        of its window. page_bytes, row_bytes: of a block of one layer, its page and its rows; row_bytes is 0 if none may lie in
-        device memory."""
-        least = max(window, min(blocks // _WINDOWS_SHARE, blocks - needed))
-        left = blocks - least - host_blocks
-        if not row_bytes or left <= 0:
-            return Division(0, min(blocks - least, host_blocks))
-        share = left * 2 * page_bytes // (3 * page_bytes + row_bytes)
-        near = max(share // _STEP * _STEP, min(left, needed - host_blocks))
-        return Division(near, near + host_blocks)
+        needed: blocks of one sequence of the longest length, with the one that vLLM reserves. window: blocks that its window
+        lies in. page_bytes, row_bytes: of a block, its summaries and its rows; row_bytes is 0 on a CPU."""
+        if not row_bytes:
+            return Division(0, blocks, 0)
+        if host_blocks < _STEP:
+            return Division(blocks, blocks, 0)
+        least = cdiv(max(0, blocks - host_blocks), _STEP) * _STEP
+        share = max(0, blocks - needed) * page_bytes // (page_bytes + row_bytes)
+        near = max(least, share // _STEP * _STEP)
+        return Division(near, blocks, max(window, near // _WINDOWS_SHARE))
 
     @staticmethod
     def among(specs: Sequence[Any], config: Any, blocks: int) -> Division:
-        """The same for `blocks` blocks of the cache groups with these specs. Where no window's spec tells how many host memory
-        holds, all are to have rows there."""
-        windows = [spec for spec in specs if getattr(spec, "host_blocks", None) is not None]
-        if not windows:
-            return Division(0, blocks)
-        spec, own = windows[0], needed_blocks(windows, config) - 1
-        needed = needed_blocks(specs, config) - own
-        return Division.of(blocks, spec.host_blocks, needed, own, spec.page_size_bytes, spec.row_bytes)
+        """The same for `blocks` blocks of vLLM's cache groups with these specs."""
+        spec = next(spec for spec in specs if hasattr(spec, "host_blocks"))
+        window = spec.max_admission_blocks_per_request(config.max_in_flight_tokens, config.model_config.max_model_len)
+        needed = needed_blocks(specs, config)
+        return Division.of(blocks, spec.host_blocks, needed, window, spec.page_size_bytes, spec.row_bytes)
 
 
 def most_blocks(available: int, page_bytes: int, row_bytes: int, divided: Callable[[int], Division]) -> int:
     """How many blocks fit into `available` bytes of device memory, with the rows that lie there. page_bytes, row_bytes: of a
     block of all layers. divided: how so many blocks are divided."""
     counts = range(available // page_bytes + 1)
-    return bisect_right(counts, available, key=lambda blocks: blocks * page_bytes + divided(blocks).near * row_bytes) - 1
+    return bisect_right(counts, available, key=lambda n: n * page_bytes + divided(n).row_pages * row_bytes) - 1
 
 
 @dataclass(frozen=True)
 class Capacity:
     """Blocks of one rank.
 
-    device_block_bytes, row_bytes: of a block in all layers; row_bytes is 0 if none may lie on the device. host: memory for
-    rows. sequence_blocks: of one sequence of the longest length. window_blocks: of its window with passes in flight;
-    steady_blocks: of its window while it decodes.
+    device_block_bytes, row_bytes: of a block in all layers, its summaries and its rows; row_bytes is 0 on a CPU, where device
+    and host are one memory. host: memory for rows. sequence_blocks: of one sequence of the longest length. window_blocks: that
+    its window lies in, with passes in flight; steady_blocks: while it decodes.
     """
 
     block_size: int
-    page_tokens: int
     device_block_bytes: int
     host: HostPlan
     row_bytes: int
@@ -139,32 +136,32 @@ class Capacity:
         check_block_size(block_size, least_block(settings.method))
         shape, local, whole = shapes[0], settings.method.local_tokens, whole_below(settings.method)
         width = width_of(settings.index, settings.method.estimate_config(), shape)
-        page = window_page_tokens(shape, width, block_size)
         host = HostPlan.of(list(shapes), block_size, settings.host_memory, ranks)
         return Capacity(
-            block_size, page, block_size * shape.kv_heads * width * len(shapes), host, host.block_bytes if gpu else 0,
-            cdiv(longest, block_size),
-            window_blocks(local, whole, page, longest, passes, ahead), window_blocks(local, whole, page, longest),
+            block_size, block_size * shape.kv_heads * width * len(shapes), host, host.block_bytes if gpu else 0,
+            cdiv(longest, block_size), window_blocks(local, whole, block_size, longest, passes, ahead),
+            window_blocks(local, whole, block_size, longest),
         )  # fmt: skip
 
     @property
     def needed(self) -> int:
         """Blocks for one sequence of the longest length, and one that vLLM reserves."""
-        return 1 + self.sequence_blocks + self.window_blocks
+        return 1 + self.sequence_blocks
 
     def divided(self, blocks: int) -> Division:
         """What so many blocks on the device hold."""
         sizes = self.device_block_bytes, self.row_bytes
-        return Division.of(blocks, self.host.blocks, 1 + self.sequence_blocks, self.window_blocks, *sizes)
+        return Division.of(blocks, self.host.blocks, self.needed, self.window_blocks, *sizes)
 
     def most(self, device_bytes: int) -> int:
-        """How many blocks fit into so many bytes on the device."""
-        return most_blocks(device_bytes, self.device_block_bytes, self.row_bytes, self.divided)
+        """How many blocks fit into so many bytes on the device, and their rows there or on the host."""
+        most = most_blocks(device_bytes, self.device_block_bytes, self.row_bytes, self.divided)
+        return most if self.row_bytes else min(most, self.host.blocks)
 
     def sequences(self, blocks: int) -> int:
         """How many decoding sequences of the longest length fit into `blocks` blocks."""
-        by_rows = max(0, self.divided(blocks).rows - 1) // self.sequence_blocks
-        return min(by_rows, max(0, blocks - 1) // (self.sequence_blocks + self.steady_blocks))
+        own, most = self.divided(blocks), max(0, blocks - 1) // self.sequence_blocks
+        return min(most, own.near // self.sequence_blocks + own.windows // self.steady_blocks) if own.windows else most
 
 
 def scratch_bytes(

@@ -465,24 +465,15 @@ def held_kernel(
 
 
 @triton.jit
-def refill_kernel(
-    p_rows, p_pool, NEAR, FAR, p_places, HEADS, PAGES, HEAD, TOKEN,
-    BLOCK: tl.constexpr, NUMBERS: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """Program (page and KV head): copies PAGE rows of NUMBERS numbers from a block to a page of the window.
+def refill_kernel(p_rows, p_pool, NEAR, FAR, p_places, NUMBERS, N: tl.constexpr):
+    """Program (piece of N numbers, place): copies the rows of a block, NUMBERS numbers, to a page of as many.
 
-    rows: strides PAGES, HEAD and TOKEN, in numbers. pool `[blocks, HEADS, BLOCK, NUMBERS]`, with NEAR and FAR as in
-    `core.structs.Pool`. places int32 `[n, 3]`: page, block, first row there.
+    pool with NEAR and FAR as in `core.structs.Pool`. places int32 `[n, 2]`: page, block.
     """
-    i_place, i_h = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
-    page, block = tl.load(p_places + i_place * 3).to(tl.int64), tl.load(p_places + i_place * 3 + 1).to(tl.int64)
-    o_t, o_n = tl.arange(0, PAGE), tl.arange(0, BN)
-    o_from = ((block * HEADS + i_h) * BLOCK + tl.load(p_places + i_place * 3 + 2)) * NUMBERS
-    p_from = p_pool + o_from + far_offset(block, NEAR, FAR)
-    p_to = p_rows + page * PAGES + i_h * HEAD
-    m_n = (o_n < NUMBERS)[None, :]
-    b_row = tl.load(p_from + (o_t * NUMBERS)[:, None] + o_n[None, :], mask=m_n)
-    tl.store(p_to + (o_t * TOKEN)[:, None] + o_n[None, :], b_row, mask=m_n)
+    p_own, o_n = p_places + tl.program_id(1) * 2, tl.program_id(0) * N + tl.arange(0, N)
+    page, block, m_n = tl.load(p_own).to(tl.int64), tl.load(p_own + 1).to(tl.int64), o_n < NUMBERS
+    b_row = tl.load(p_pool + block * NUMBERS + far_offset(block, NEAR, FAR) + o_n, mask=m_n)
+    tl.store(p_rows + page * NUMBERS + o_n, b_row, mask=m_n)
 
 
 @triton.jit

@@ -23,17 +23,26 @@ STREAMED_TOKENS, PLACES = 8192, 3
 
 class RowBlocks:
     """Keys and values of one layer in all blocks. Those of the first ones lie in device memory, those of all others in host
-    memory, page-locked for a GPU. So a block's number tells where its rows are, and they never move."""
+    memory, page-locked for a GPU. So a block's number tells where its rows are, and they never move. Behind the first ones the
+    device has pages for the windows of others."""
 
-    def __init__(self, blocks: int, shape: LayerShape, block_size: int, given: int | None = None, near: int = 0) -> None:
-        """near: blocks with rows in device memory. given: blocks with memory at the start, those included; all by default."""
+    def __init__(
+        self, blocks: int, shape: LayerShape, block_size: int, given: int | None = None, near: int = 0, pages: int = 0
+    ) -> None:  # fmt: skip
+        """near: blocks with rows in device memory. given: blocks with memory at the start, those included; all by default.
+        pages: of `device_rows`, at least near."""
         far, self.near, self.block_size, self.dtype = blocks - near, near, block_size, shape.dtype
         self._gpu = shape.device if shape.device.type == "cuda" else None
         sizes = shape.kv_heads, block_size, 2, shape.head_dim
         self._region = Region((far, *sizes), shape.stored_dtype, self._gpu) if far else None
         with lasting_tensors():
-            self.near_rows = torch.empty(near, *sizes, dtype=shape.stored_dtype, device=shape.device)
-            """`[near, H_kv, block_size, 2, D]`, those in device memory."""
+            plain = torch.uint8 if shape.stored_dtype.itemsize == 1 else shape.stored_dtype  # not all of torch knows e4m3
+            own = torch.zeros(max(near, pages), *sizes, dtype=plain, device=shape.device)
+            self.device_rows = own.view(shape.stored_dtype)
+            """`[pages, H_kv, block_size, 2, D]`, in device memory. Finite: a library multiplies rows behind a sequence's end by
+            zero."""
+            self.near_rows = self.device_rows[:near]
+            """Those of blocks."""
         self.rows = self.near_rows if self._region is None else self._region.tensor
         """Those in host memory, if there are any."""
         self.given = near

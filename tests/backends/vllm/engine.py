@@ -3,7 +3,8 @@
 A job: {"model", "settings" of vllm.LLM, "rounds": [[prompt ids, …], …], "tokens", "sampling", "out"}; or with "requests" in
 place of rounds and tokens: so many, which come, end and are aborted at random. "register": arguments of `methods.register`.
 With "interpreted", vLLM takes its Model Runner V2, which needs Triton: its kernels run in Triton's interpreter. With "turns",
-passes read prompts and decode in turns, as on a GPU.
+passes read prompts and decode in turns, as on a GPU. "divided": (near, windows), as a GPU's rows are divided
+(`capacity.Division`).
 """
 
 from __future__ import annotations
@@ -46,6 +47,11 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         from kvrecall.backends.vllm import scheduler
 
         scheduler.most_in_turns = lambda config: 7
+    if "divided" in job:
+        from kvrecall.step.capacity import Division
+
+        near, windows = job["divided"]
+        Division.of = staticmethod(lambda blocks, *sizes: Division(near, blocks, windows))
     llm: Any = LLM(model=job["model"], **settings)
     start = {"log": log, **inspected(llm)} if job.get("inspected") else {}
     if "requests" in job:
@@ -90,10 +96,10 @@ def inspected(llm: Any) -> dict[str, Any]:
 
     served = EngineState.of(llm.llm_engine.vllm_config)
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
-    windows = {window.name for window, _ in served.windows.values()}
     held = {
         "pages": [layers[name].kv_cache for name in served.windows],
-        "window": [layers[name].kv_cache for name in windows], "rows": [host.rows for _, host in served.windows.values()],
+        "window": [host.device_rows for _, host in served.windows.values()],
+        "rows": [host.rows for _, host in served.windows.values()],
     }  # fmt: skip
     written = {
         name: sorted({b for each in all_ for b in each.flatten(1).ne(0).any(1).nonzero().flatten().tolist()})
@@ -124,7 +130,12 @@ def soak(llm: Any, requests: int, logprobs: int | None) -> dict[str, Any]:
 
     draw, engine = Random(5), llm.llm_engine
     seen = watched_places(engine.vllm_config) if "kvrecall" in engine.vllm_config.additional_config else []
-    free = engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks
+    pool = engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+
+    def free() -> int:
+        windows = [manager._pages for manager in getattr(pool, "kvrecall_managers", {}).values() if manager._pages]
+        return sum(each.get_num_free_blocks() for each in (pool, *windows))
+
     passes = watched_passes(engine.engine_core.engine_core.scheduler)
     before, first = free(), [draw.randrange(3, 512) for _ in range(300)]
     asked = [(draw.choice([1, 9, 70, 260]), draw.randrange(2), draw.randrange(1, 24)) for _ in range(requests)]

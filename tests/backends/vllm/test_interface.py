@@ -43,7 +43,7 @@ NEW = {
     RetrievalImpl: {"kind", "prepare", "warm_up", "clear", "take_statistics", "forward"},  # `forward` is that of a protocol
     worker.Worker: {"retrieval_counts"},
     RetrievalBuilder: {"metadata"},
-    WindowManager: {"take_last", "take_restored", "forget_pages"},
+    WindowManager: {"link", "take_restored"},
 }
 """Public methods that are not vLLM's, or not in each release."""
 
@@ -89,10 +89,8 @@ READ: dict[str, list[str]] = {
     "vllm.v1.kv_cache_interface.KVCacheConfig": ["kv_cache_groups", "num_blocks"],
     "vllm.v1.kv_cache_interface.KVCacheGroupSpec": ["layer_names", "kv_cache_spec"],
     "vllm.v1.core.block_pool.BlockPool": [
-        "get_new_blocks", "free_blocks", "touch", "get_cached_block", "cache_full_blocks", "reset_prefix_cache",
-        "get_num_free_blocks",
+        "get_new_blocks", "free_blocks", "touch", "get_cached_block", "get_num_free_blocks",
     ],
-    "vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue": ["remove"],
     "vllm.v1.core.sched.scheduler.Scheduler": ["schedule"],
     "vllm.v1.core.single_type_kv_cache_manager.SlidingWindowManager": ["get_num_skipped_tokens"],
     "vllm.v1.kv_cache_spec_registry.KVCacheSpecRegistry": ["_ensure_registered", "register"],

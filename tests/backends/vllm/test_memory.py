@@ -60,7 +60,7 @@ def test_a_block_s_number_tells_where_its_rows_are() -> None:
         assert address == host.run(block, 1).data_ptr() and host.rows[block - 12].unique() == block
     everything = RowBlocks(4, SHAPE, SIZE, near=4)
     everything.commit(9)
-    assert everything.pool.rows is everything.run(0, 4)._base and everything.given == 4
+    assert everything.pool.rows.data_ptr() == everything.run(0, 4).data_ptr() and everything.given == 4
 
 
 @pytest.mark.parametrize(("blocks", "near"), [(9, 0), (9, 9), (20, 16)])
@@ -70,25 +70,32 @@ def test_triton_compiles_one_kernel_wherever_rows_lie(blocks: int, near: int) ->
     assert first % 16 == 0 and first >= near and far % 16 == 0 and far > 1 << 32
 
 
-def test_device_memory_is_divided_among_windows_and_rows() -> None:
-    """By the number of blocks alone, which all processes know. Host memory is full before rows take device memory."""
+def test_device_memory_is_divided_among_summaries_rows_and_windows() -> None:
+    """By the number of blocks alone, which all processes know."""
 
     def among(blocks: int, host: int = 100, row_bytes: int = 6) -> Division:
         return Division.of(blocks, host, needed=20, window=5, page_bytes=2, row_bytes=row_bytes)
 
-    assert among(80) == Division(0, 70), "an eighth is for windows alone"
-    assert among(30) == Division(0, 25) and among(26, host=3) == Division(17, 20), "one sequence of the longest length"
-    assert among(800) == Division(192, 292), "600 blocks are left: 200 with pages and rows, 400 pages, half as many bytes"
-    assert among(800, host=0) == Division(224, 224) and among(800, row_bytes=0) == Division(0, 100), "no rows on the device"
-    before = Division(0, 0)
-    for blocks in range(30, 900):
-        now = among(blocks)
-        assert now.near >= before.near and now.rows >= before.rows and now.rows - now.near <= 100
-        before = now
-    for bytes_ in range(100, 4000, 37):
-        most = most_blocks(bytes_, 2, 6, among)
-        taken = [blocks * 2 + among(blocks).near * 6 for blocks in (most, most + 1)]
-        assert taken[0] <= bytes_ < taken[1]
+    assert among(80) == Division(0, 80, 5), "one sequence of the longest length"
+    assert among(100, host=500) == Division(16, 100, 5), "rows of 20 of 80 blocks would take as much as the others' summaries"
+    assert among(800) == Division(704, 800, 88), "host memory is full"
+    assert among(26, host=3) == Division(26, 26, 0) and among(800, host=0) == Division(800, 800, 0), (
+        "every block is its own page"
+    )
+    assert among(80, row_bytes=0) == Division(0, 80, 0), "a CPU's memory is one"
+    assert among(80).row_pages == 1 + 5 and among(800).row_pages == 704 + 88 and among(800, host=0).row_pages == 800
+    for host in (0, 7, 100, 500):
+        before, least = Division(0, 0, 0), 0
+        for blocks in range(30, 900):
+            now = among(blocks, host)
+            taken = blocks * 2 + now.row_pages * 6
+            assert now.near >= before.near and blocks - now.near <= host and now.near % 16 in (0, blocks % 16)
+            assert taken >= least, "more blocks take more memory"
+            before, least = now, taken
+        for bytes_ in range(100, 4000, 37):
+            most = most_blocks(bytes_, 2, 6, lambda blocks, host=host: among(blocks, host))
+            taken_by = [blocks * 2 + among(blocks, host).row_pages * 6 for blocks in (most, most + 1)]
+            assert taken_by[0] <= bytes_ < taken_by[1]
 
 
 def test_the_highest_block_of_a_pass() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
-from kvrecall.backends.vllm.refused import can_refuse, choose_scheduler, handed_out, left_out
+from kvrecall.backends.vllm.refused import can_refuse, choose_scheduler, handed_out, is_own, left_out
 from tests.backends.vllm.test_engine_state import METHODS, SHARED, answers, home, prompts, tokens  # noqa: F401
 
 
@@ -19,24 +19,32 @@ def test_blocks_without_memory_are_left_out_of_a_copy() -> None:
     told = SimpleNamespace(
         scheduled_new_reqs=[SimpleNamespace(req_id="a", block_ids=([3, 9], [7]))], scheduled_cached_reqs=cached
     )
-    made = left_out(told, range(8, 20))
-    assert dict(handed_out(made)) == {"a": ([3, 0], [7]), "c": ([0, 0], [4])}
+    made = left_out(told, range(4, 20), windows={1})
+    assert dict(handed_out(made)) == {"a": ([3, 0], [7]), "c": ([0, 0], [4])}, "pages of windows have numbers of their own"
     assert dict(handed_out(told)) == {"a": ([3, 9], [7]), "c": ([0, 8], [4])}
     assert made.scheduled_cached_reqs.new_block_ids[0] is None
 
 
-@pytest.mark.parametrize(
-    ("chosen", "world", "expected"), [(None, 2, True), (None, 4, False), ("other.Scheduler", 2, False), (object, 2, False)]
-)
-def test_only_our_scheduler_on_this_machine_can_be_told(chosen: Any, world: int, expected: bool) -> None:
+@pytest.mark.parametrize(("world", "expected"), [(2, True), (4, False)])
+def test_only_a_scheduler_on_this_machine_can_be_told(world: int, expected: bool) -> None:
     config = SimpleNamespace(
-        scheduler_config=SimpleNamespace(scheduler_cls=chosen, async_scheduling=True),
+        scheduler_config=SimpleNamespace(scheduler_cls=None, async_scheduling=True),
         parallel_config=SimpleNamespace(world_size=world, local_world_size=2),
     )
     choose_scheduler(config)
-    assert can_refuse(config) is expected
-    if chosen is None:
-        assert config.scheduler_config.scheduler_cls.endswith(".AsyncScheduler")
+    assert can_refuse(config) is expected and config.scheduler_config.scheduler_cls.endswith(".AsyncScheduler")
+
+
+def test_schedulers_that_derive_from_ours_are_ours() -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler as Stock
+
+    from kvrecall.backends.vllm.scheduler import Scheduler
+
+    class Own(Scheduler):
+        pass
+
+    assert is_own(None) and is_own(Own) and is_own("kvrecall.backends.vllm.scheduler.Scheduler")
+    assert not is_own(Stock) and not is_own("other.Scheduler")
 
 
 @pytest.mark.parametrize("engine", [{}, {"tensor_parallel_size": 2}], ids=["one-rank", "two-ranks"])
@@ -83,12 +91,12 @@ def test_vllm_has_what_the_scheduler_uses() -> None:
 
 def test_who_began_behind_blocks_without_memory_ends_too() -> None:
     """In a pass that was in flight: c behind a, and d behind c. b has shared a block for longer, and e shares none. Nobody
-    finds the blocks again; pages of the windows alone are not vLLM's."""
+    finds the blocks again; pages of windows have numbers of their own."""
     from kvrecall.backends.vllm.scheduler import Scheduler
 
-    held = {"a": ([3, 5], [40]), "b": ([5, 6], [41]), "c": ([5, 7], [42]), "d": ([7, 8], [0, 43]), "e": ([9], [44])}
+    held = {"a": ([3, 5], [9]), "b": ([5, 6], [6]), "c": ([5, 7], [3]), "d": ([7, 8], [0, 9]), "e": ([9], [8])}
     evicted: list[set[int]] = []
-    pool = SimpleNamespace(blocks=[None] * 20, evict_blocks=evicted.append)
+    pool = SimpleNamespace(blocks=[None] * 20, evict_blocks=evicted.append, kvrecall_managers={1: None})
     ended: list[list[str]] = []
 
     def finish(names: list[str], status: Any) -> list[Any]:

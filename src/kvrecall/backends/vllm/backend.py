@@ -33,6 +33,7 @@ from kvrecall.backends.vllm.engine_state import EngineState
 from kvrecall.backends.vllm.plugin import own_name
 from kvrecall.backends.vllm.whole import FlashAttention, why_not
 from kvrecall.backends.vllm.window import PassWindow, WindowLayer, WindowMetadata
+from kvrecall.backends.vllm.window_pages import SUFFIX
 from kvrecall.core.errors import CompositionError, ParameterError
 from kvrecall.core.structs import AttentionParams
 from kvrecall.index.base import LayerShape, with_statistics
@@ -226,7 +227,7 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         if not hasattr(AttentionBackend, "customize_spec"):  # before 0.28 vLLM does not call it
             stock = own.get_kv_cache_spec
             own.get_kv_cache_spec = lambda config: backend.customize_spec(stock(config))
-        self._window = WindowLayer(f"{name}.window", shape, settings.method.local_tokens, self._engine.whole, width)
+        self._window = WindowLayer(name + SUFFIX, shape, settings.method.local_tokens, self._engine.whole, width)
         layers[self._window.name] = self._window
         if device.type == "cuda":
             served = sum(isinstance(getattr(each, "impl", None), RetrievalImpl) for each in layers.values())
@@ -263,12 +264,14 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         self._engine.compile_kernels()
         if isinstance(batch, Pass):
             assert isinstance(self._layer, DeviceLayer)
-            self._layer.forward(query, key, value, batch, recent.of(self._window_layer.kv_cache), output, self._refill)
+            window = recent.of(self._host.device_rows.flatten(-2))
+            self._layer.forward(query, key, value, batch, window, output, self._refill)
             if self.number == self._engine.last:
                 self._layer.aside.join()
             return
         assert isinstance(self._layer, PagedLayer)
-        self._layer.forward(query, key, value, batch, PassWindow(self._window_layer, recent), output, self._refill)
+        window = PassWindow(self._host, self._engine.division, recent)
+        self._layer.forward(query, key, value, batch, window, output, self._refill)
 
     def _refill(self) -> None:
         self._engine.refill(self._name)
@@ -293,24 +296,24 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
 
     def warm_up(self, limits: Limits) -> int:
         """Runs the passes of `warmup.trials` over block 0. Returns their number."""
-        shape, builder, page = self._shape, self._builder, self._window_layer.kv_cache.shape[2]
-        flash = None if why_not(shape, page) else FlashAttention(shape, page, self._engine.whole)
+        shape, builder = self._shape, self._builder
+        size = builder.kv_cache_spec.block_size
+        flash = None if why_not(shape, size) else FlashAttention(shape, size, self._engine.whole)
         causal = None if flash is None else flash.causal
         passes = list(trials(limits, shape.device.type == "cuda"))
         for trial in passes:
             query, key, value = self._layout.random(sum(trial.counts), shape.device)
-            told = FakeMetadata.of(trial, builder.kv_cache_spec.block_size, limits.longest, shape.device)
+            told = FakeMetadata.of(trial, size, limits.longest, shape.device)
             metadata = builder.metadata(told, library=None if flash is None else Library(0))  # all rows as if on the host
-            window = FakeMetadata.of(trial, page, limits.longest, shape.device)
-            recent = WindowMetadata(window.block_table_tensor, window.slot_mapping, causal=causal, chunk=flash)
+            recent = WindowMetadata(told.block_table_tensor, told.slot_mapping, causal=causal, chunk=flash)
             output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
             self._run(query, key, value, self._own.kv_cache, metadata, recent, output)
             if flash is not None and max(trial.counts) <= 1 + limits.drafts:  # its kernels, without the library's
                 self._run(query, key, value, self._own.kv_cache, metadata, replace(recent, attend=nothing), output)
             if isinstance(self._layer, DeviceLayer):
                 self._layer.aside.join()  # nothing is left for a pass that is recorded
-        layer, host = self._engine.windows[self._name]
-        refill(layer.kv_cache, torch.zeros(1, 3, dtype=torch.int32, device=shape.device), host)
+        if len(self._host.device_rows):
+            refill(self._host.device_rows, torch.zeros(1, 2, dtype=torch.int32, device=shape.device), self._host)
         return len(passes)
 
     @property
@@ -332,7 +335,7 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         if self._bound == (kv_cache.data_ptr(), len(kv_cache)):
             return
         settings, shape, pages = self._engine.settings, self._shape, pages_of(kv_cache)
-        host = self._engine.row_blocks(len(pages), shape, size)
+        self._host = host = self._engine.row_blocks(len(pages), shape, size)
         if isinstance(self._layer, DeviceLayer):
             self._layer.bind(pages, host)
         else:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvrecall.backends.vllm.refused import can_refuse
+from kvrecall.backends.vllm.refused import is_own
 from kvrecall.core.errors import CompositionError, ParameterError
 from kvrecall.step.settings import FP8, Settings
 
@@ -45,9 +45,10 @@ def on_gpu(vllm_config: Any) -> bool:
 
 def _check_device_memory(config: Any) -> None:
     """Raises CompositionError where device memory cannot hold all rows."""
-    why = "" if can_refuse(config) else "only kvrecall's scheduler, on the machine of all ranks, divides device memory"
-    if why := why or ("" if on_gpu(config) else "rows of a CPU lie in host memory"):
-        raise CompositionError("vLLM with kvrecall and host_memory=0", why, "Leave host_memory out.")
+    if not on_gpu(config):
+        raise CompositionError(
+            "vLLM with kvrecall and host_memory=0", "rows of a CPU lie in host memory", "Leave host_memory out."
+        )
 
 
 def _check_worker(chosen: str) -> None:
@@ -63,6 +64,7 @@ def _check_options(config: Any) -> None:
     """Raises CompositionError for features of vLLM that do not work with rows in host memory."""
     parallel, cache, model = config.parallel_config, config.cache_config, config.model_config
     speculation = getattr(config, "speculative_config", None)
+    scheduler = getattr(getattr(config, "scheduler_config", None), "scheduler_cls", None)
     own_dtype = str(getattr(model, "dtype", "auto")).removeprefix("torch.")
     refused = {
         "a KV connector": (config.kv_transfer_config is not None, "it would move pages without their rows"),
@@ -76,6 +78,7 @@ def _check_options(config: Any) -> None:
         f"speculation by {getattr(speculation, 'method', None)}": (
             speculation is not None and speculation.method not in _DRAFTS, "only drafts that the CPU looks up are known to work"
         ),
+        f"scheduler_cls={scheduler}": (not is_own(scheduler), "kvrecall's gives windows their pages; derive it from that"),
         "sleep mode": (getattr(model, "enable_sleep_mode", False), "it drops pages whose rows stay"),
         f"kv_cache_dtype={cache.cache_dtype}": (
             cache.cache_dtype not in ("auto", own_dtype, *(FP8 if on_gpu(config) else ())),

@@ -41,9 +41,9 @@ from kvrecall.step.growth import Growth
 from kvrecall.step.memory import HostPlan
 from kvrecall.step.paged import PagedLayer
 from kvrecall.step.places import Places, size_of
-from kvrecall.step.plan import PassPlan, window_start
+from kvrecall.step.plan import PassPlan
 from kvrecall.step.promises import Promise, Record
-from kvrecall.step.refill import Unfilled, refill, unfilled
+from kvrecall.step.refill import refill
 from kvrecall.step.settings import whole_below
 from kvrecall.step.stream import RowBlocks
 from kvrecall.step.warmup import Limits
@@ -71,8 +71,8 @@ class EngineState:
         self.shapes: list[LayerShape] = []
         """Shapes of the served layers."""
         self.plan: HostPlan | None = None
-        self.division = Division(0, 1)
-        """What vLLM's blocks hold."""
+        self.division = Division(0, 1, 0)
+        """Where the rows of vLLM's blocks lie."""
         self._handed_out = 0
         """The first blocks of which one was handed out."""
         self.gives_later = False
@@ -90,7 +90,7 @@ class EngineState:
         self._begins = False
         """Whether this pass begins sequences behind filled blocks."""
         self._unfilled: dict[tuple[int, int], Tensor] = {}
-        """Pages that it must restore (`refill`), by the cache groups of window and summaries."""
+        """Pages that it must fill (`refill`), by the cache groups of window and summaries."""
         self.groups: dict[str, int] = {}
         """vLLM's cache group of every layer."""
         self.others: dict[int, int] = {}
@@ -149,30 +149,35 @@ class EngineState:
         growth = self._growth
         if growth is None:  # for a trial, in block 0
             return RowBlocks(blocks, shape, block_size, 1, blocks if shape.device.type == "cuda" else 0)
-        made = RowBlocks(min(blocks, self.blocks), shape, block_size, growth.given, self.division.near)
+        made = RowBlocks(blocks, shape, block_size, growth.given, self._near, self.division.row_pages)
         growth.hosts.append(made)
         return made
 
     @property
     def blocks(self) -> int:
-        """Blocks whose rows have room."""
-        return self.division.rows
+        """Blocks that there are."""
+        return self.division.blocks
+
+    @property
+    def _near(self) -> int:
+        """The first blocks, whose rows are in the memory of a GPU."""
+        return self.division.near if self.shapes[0].device.type == "cuda" else 0
 
     @property
     def near(self) -> float:
         """The first blocks, whose rows are on the device; infinity as long as all blocks that were handed out are of them."""
-        near = self.division.near
+        near = self._near
         return inf if self.gives_later and near and self._handed_out <= near else near
-
-    @property
-    def divides(self) -> bool:
-        """Whether the scheduler keeps blocks without rows for windows."""
-        return can_refuse(self._config)
 
     @property
     def groups_with_rows(self) -> set[int]:
         """Cache groups of vLLM whose blocks have rows."""
         return {self.groups[name] for name in self.windows}
+
+    @property
+    def groups_of_windows(self) -> set[int]:
+        """Cache groups of vLLM whose block tables tell pages of windows."""
+        return {self.groups[layer.name] for layer, _ in self.windows.values()}
 
     def host_plan(self, rank: int) -> HostPlan:
         """How many blocks fit into the host memory of every rank, which all must ask; once, when the layers are known."""
@@ -186,11 +191,11 @@ class EngineState:
 
     def begin_pass(
         self, beginning: Mapping[str, tuple[Sequence[Sequence[int]], int]], tokens: Mapping[str, int],
-        restored: Mapping[int, Mapping[str, Sequence[int]]] | None = None,
+        restored: Mapping[int, Mapping[str, Sequence[int]]],
     ) -> None:  # fmt: skip
         """Restores the windows of sequences that a pass begins, whose first tokens are in filled blocks. beginning: ids of
         blocks by cache group, and how many tokens are filled. tokens: of all requests of the pass. restored: numbers of the
-        pages without content, by cache group and request; None if all may be.
+        pages without content, by cache group and request.
 
         The pass itself may fill these blocks, with a prompt of another request: vLLM finds blocks from the moment on when their
         tokens are scheduled. So with a prompt in the pass each layer restores its window when it has stored the prompt
@@ -201,18 +206,12 @@ class EngineState:
             self._growth.begin_pass()
         if not beginning:
             return
-        method = self.settings.method
-        pairs = {(self.groups[layer.name], self.groups[name]): (layer, host) for name, (layer, host) in self.windows.items()}
-        for (window, group), (layer, host) in pairs.items():
-            found: list[Unfilled] = []
-            for name, (blocks, computed) in beginning.items():
-                start = window_start(computed + 1, method.local_tokens, whole_below(method))
-                numbers = None if restored is None else restored.get(window, {}).get(name, ())
-                sizes = layer.kv_cache.shape[2], host.block_size
-                found += unfilled(blocks[window], blocks[group], *sizes, start, computed, numbers)
+        for window, group in {(self.groups[layer.name], self.groups[name]) for name, (layer, _) in self.windows.items()}:
+            numbers = restored.get(window, {})
+            found = [(ids[window][n], ids[group][n]) for name, (ids, _) in beginning.items() for n in numbers.get(name, ())]
             if found:
                 places = torch.tensor(found, dtype=torch.int32, device="cpu")
-                (self._unfilled[window, group],) = to_device(layer.kv_cache.device, places)
+                (self._unfilled[window, group],) = to_device(self.shapes[0].device, places)
         if max(tokens.values()) <= 1 + self.drafts:
             for name in self.windows:
                 self.refill(name)
@@ -227,7 +226,7 @@ class EngineState:
         window, host = self.windows[name]
         places = self._unfilled.get((self.groups[window.name], self.groups[name]))
         if places is not None:
-            refill(window.kv_cache, places, host)
+            refill(host.device_rows, places, host)
 
     def clear(self, blocks: list[int]) -> None:
         """Zeroes the pages of these blocks. Groups share pages: bytes of summaries may be NaN to the layers of another backend,
@@ -277,7 +276,7 @@ class EngineState:
         if self.plan is None or self._growth is None:
             return 0
         wanted = 1 + cdiv(self.longest, self.plan.block_size) + self._growth.burst
-        return min(wanted, self.division.near + self.plan.at_start, self.blocks)
+        return min(wanted, self._near + self.plan.at_start, self.blocks)
 
     def promise(self, blocks: int) -> None:
         """Lets other engines of this machine know that this rank may take host memory for so many blocks."""
@@ -304,8 +303,8 @@ class EngineState:
         if why and self.shapes[0].device.type == "cuda":
             _log.info("kvrecall: FlashAttention does not serve short sequences: %s", why)
         if self.plan is not None:
-            everything, near = self.settings.host_memory is not None, self.division.near
-            self._growth = Growth(self.plan, self.blocks, everything, self._tell_taken, near)
+            everything = self.settings.host_memory is not None
+            self._growth = Growth(self.plan, self.blocks, everything, self._tell_taken, self._near)
 
     @property
     def _limits(self) -> Limits:

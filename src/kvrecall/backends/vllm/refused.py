@@ -8,7 +8,7 @@ blocks than are left. Does not import vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from copy import copy
 from typing import Any
 
@@ -24,11 +24,16 @@ def choose_scheduler(config: Any) -> None:
         told.scheduler_cls = f"{_SCHEDULERS}.{'AsyncScheduler' if told.async_scheduling else 'Scheduler'}"
 
 
+def is_own(scheduler: Any) -> bool:
+    """Whether a scheduler class of vLLM's config is kvrecall's, derived from it, or none yet."""
+    if isinstance(scheduler, type):
+        return any(each.__module__ == _SCHEDULERS for each in scheduler.__mro__)
+    return scheduler is None or scheduler.startswith(_SCHEDULERS)
+
+
 def can_refuse(config: Any) -> bool:
-    """Whether there is a scheduler that a rank can tell: kvrecall's, or none yet, on the machine of all ranks."""
-    chosen = config.scheduler_config.scheduler_cls
-    own = chosen is None or (isinstance(chosen, str) and chosen.startswith(_SCHEDULERS))
-    return own and not ranks_elsewhere(config.parallel_config)
+    """Whether a rank can tell the scheduler: it is on the machine of all ranks."""
+    return not ranks_elsewhere(config.parallel_config)
 
 
 def handed_out(scheduler_output: Any) -> Iterator[tuple[str, Any]]:
@@ -38,11 +43,14 @@ def handed_out(scheduler_output: Any) -> Iterator[tuple[str, Any]]:
     yield from ((name, ids) for name, ids in zip(cached.req_ids, cached.new_block_ids, strict=True) if ids)
 
 
-def left_out(scheduler_output: Any, blocks: range) -> Any:
-    """The pass with block 0 in place of `blocks`. The scheduler's own copy stays as it is."""
+def left_out(scheduler_output: Any, blocks: range, windows: Collection[int]) -> Any:
+    """The pass with block 0 in place of `blocks`. The scheduler's own copy stays as it is. windows: cache groups with other
+    numbers."""
 
     def kept(groups: Any) -> Any:
-        return groups and tuple([0 if b in blocks else b for b in ids] for ids in groups)
+        return groups and tuple(
+            [0 if b in blocks and number not in windows else b for b in ids] for number, ids in enumerate(groups)
+        )
 
     told = copy(scheduler_output)
     told.scheduled_new_reqs = [copy(new) for new in told.scheduled_new_reqs]

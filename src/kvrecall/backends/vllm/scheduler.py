@@ -1,5 +1,5 @@
-"""vLLM's scheduler. It keeps blocks without rows for windows, tells the workers which pages of them to restore
-(`window_pages.py`), lets passes read prompts alone, and ends requests whose blocks get no host memory (`refused.py`)."""
+"""vLLM's scheduler. It tells the workers which pages of windows to fill (`window_pages.py`), lets passes read prompts alone,
+and ends requests whose blocks get no host memory (`refused.py`)."""
 
 # Only imported where vLLM is installed.
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportAttributeAccessIssue=false
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vllm.platforms import current_platform
@@ -20,7 +20,7 @@ from vllm.v1.request import RequestStatus
 from kvrecall.backends.vllm.checks import drafts_of
 from kvrecall.backends.vllm.machine import launch_of
 from kvrecall.backends.vllm.refused import beginning, handed_out
-from kvrecall.backends.vllm.window_pages import WindowSpec, divide, managers_of, restored_pages
+from kvrecall.backends.vllm.window_pages import link, managers_of, restored_pages
 from kvrecall.step.capacity import needed_blocks
 from kvrecall.step.promises import Watch
 
@@ -34,13 +34,11 @@ _UNTRIED = 16
 class _Retrieving:
     _blocks: int | None = None
     """Blocks with memory, after a refusal."""
-    _all_blocks = 0
-    """Blocks that had memory promised; those behind are the windows' alone."""
     _watch: Watch | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        divide(self)
+        link(self)
         self._begun: deque[set[str]] = deque(maxlen=_PASSES)
         """The requests that each of the last passes began."""
         self._most = most_in_turns(self.vllm_config) if hasattr(self, "prefill_capacity_bound") else 0
@@ -101,29 +99,26 @@ class _Retrieving:
     def _withdraw(self: Any, blocks: int) -> list[Any]:
         """Takes the blocks from number `blocks` on out of use for ever. Returns the requests that it ends."""
         manager, pool = self.kv_cache_manager, self.kv_cache_manager.block_pool
-        self._all_blocks = self._all_blocks or len(pool.blocks)
-        last = self._all_blocks if self._blocks is None else self._blocks
+        last = len(pool.blocks) if self._blocks is None else self._blocks
         if blocks >= last:
             return []
         self._blocks = blocks
         last_ids = range(blocks, last)
-        has = [r.request_id for r in self.running if _any_of(last_ids, manager.get_block_ids(r.request_id))]
+        has = [r.request_id for r in self.running if _any_of(last_ids, own_blocks(pool, manager.get_block_ids(r.request_id)))]
         ended = self._end(has, "the system refused host memory for its blocks")
         pool.evict_blocks(set(range(blocks, last)))
-        for windows in managers_of(pool).values():
-            windows.forget_pages()  # some may have been restored from blocks without memory
         pool.touch(pool.blocks[blocks:last])  # a reference that nobody gives back
         return ended
 
     def _without_memory(self: Any, scheduler_output: Any) -> list[str]:
         """Requests of a pass to which it handed out blocks without memory. Some may have been preempted since."""
-        last = range(self._blocks, self._all_blocks)
-        return [name for name, groups in handed_out(scheduler_output) if _any_of(last, groups)]
+        pool = self.kv_cache_manager.block_pool
+        last = range(self._blocks, len(pool.blocks))
+        return [name for name, groups in handed_out(scheduler_output) if _any_of(last, own_blocks(pool, groups))]
 
     def _too_long(self: Any) -> list[str]:
-        """Waiting requests that need more blocks than have memory, apart from those of their windows."""
+        """Waiting requests that need more blocks than have memory."""
         specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
-        specs = [spec for spec in specs if not isinstance(spec, WindowSpec)]
         waiting = [r for r in self.requests.values() if r.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)]
         ahead = 2 * (1 + self.num_spec_tokens)  # tokens of passes in flight
         return [r.request_id for r in waiting if needed_blocks(specs, self.vllm_config, r.num_tokens + ahead) > self._blocks]
@@ -133,7 +128,7 @@ class _Retrieving:
         manager, pool, all_names = self.kv_cache_manager, self.kv_cache_manager.block_pool, {*names}
 
         def blocks(name: str) -> set[int]:
-            return {block for ids in manager.get_block_ids(name) for block in ids if 0 < block < len(pool.blocks)}
+            return {block for ids in own_blocks(pool, manager.get_block_ids(name)) for block in ids if block}
 
         wrong = {block for name in all_names for block in blocks(name)}
         recent = {r.request_id for r in self.running} & {name for begun in self._begun for name in begun}
@@ -161,6 +156,12 @@ def most_in_turns(config: Any) -> int:
     if together or interval > 1 or config.lora_config is not None or drafts_of(config):
         return 0
     return (graphs.max_cudagraph_capture_size or 0) if getattr(config, "use_v2_model_runner", False) else 0
+
+
+def own_blocks(pool: Any, groups: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    """Block ids by cache group, without those of windows, which number pages."""
+    windows = managers_of(pool)
+    return [ids for number, ids in enumerate(groups) if number not in windows]
 
 
 def _any_of(blocks: range, groups: Iterable[Iterable[int]]) -> bool:

@@ -1,7 +1,6 @@
 """The recent tokens of every sequence, in device memory: a cache group of vLLM, with pages from `window_pages.py`.
 
-Each attention layer has a window layer, which vLLM treats as a sliding-window layer. Its pages are as large as those of
-summaries, because both groups share one pool.
+Each attention layer has a window layer, which vLLM treats as a sliding-window layer.
 """
 
 # Only imported where vLLM is installed.
@@ -10,7 +9,7 @@ summaries, because both groups share one pool.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -25,7 +24,7 @@ from kvrecall.backends.vllm.whole import FlashAttention, WholePasses
 from kvrecall.backends.vllm.window_pages import WindowSpec, passes_of
 from kvrecall.core.launch import cdiv
 from kvrecall.index.base import LayerShape
-from kvrecall.step.capacity import ahead_of, window_page_tokens
+from kvrecall.step.capacity import Division, ahead_of
 from kvrecall.step.device import Attend, Causal, Chunk, ChunkAttention, Run, Window
 from kvrecall.step.stream import RowBlocks
 
@@ -118,7 +117,8 @@ class WindowBackend(AttentionBackend):
 
 
 class WindowLayer(nn.Module, AttentionLayerBase):
-    """The last `tokens` tokens of every sequence, or all of a short one, for one attention layer."""
+    """The last `tokens` tokens of every sequence, or all of a short one, for one attention layer. Its rows are not in vLLM's
+    pages, which are those of the attention layer: its block tables tell rows of `RowBlocks.device_rows`."""
 
     supports_dcp = False
 
@@ -132,34 +132,37 @@ class WindowLayer(nn.Module, AttentionLayerBase):
         return WindowBackend
 
     def get_kv_cache_spec(self, vllm_config: Any) -> WindowSpec:
-        """Pages as large as those of summaries. Raises ParameterError if not one token fits into a page."""
+        """Blocks as large as those of the attention layer."""
         shape, size = self.shape, vllm_config.cache_config.block_size
+        packs = "state_content_bytes" in {f.name for f in fields(WindowSpec)}  # before 0.29 K and V are separate
+        content: dict[str, Any] = {"state_content_bytes": self.width} if packs else {}
         return WindowSpec(
-            block_size=window_page_tokens(shape, self.width, size), num_kv_heads=shape.kv_heads, head_size=shape.head_dim,
-            dtype=shape.stored_dtype, sliding_window=self.tokens, page_size_padded=size * shape.kv_heads * self.width,
-            whole=self.passes.below, passes=passes_of(vllm_config), ahead=ahead_of(drafts_of(vllm_config)),
+            block_size=size, num_kv_heads=shape.kv_heads, head_size=self.width // 2, dtype=torch.uint8, **content,
+            sliding_window=self.tokens, page_size_padded=size * shape.kv_heads * self.width, whole=self.passes.below,
+            passes=passes_of(vllm_config), ahead=ahead_of(drafts_of(vllm_config)),
             row_bytes=RowBlocks.block_bytes(shape, size) if shape.device.type == "cuda" else 0,
         )  # fmt: skip
 
 
 class PassWindow:
-    """The window of one layer in one pass (`paged.Window`)."""
+    """The window of one layer in one pass on a CPU (`paged.Window`). Blocks below `division.near` hold their rows, all if there
+    are no pages for windows."""
 
-    def __init__(self, layer: WindowLayer, metadata: WindowMetadata) -> None:
-        self._rows, self._metadata = layer.kv_cache, metadata  # `[blocks, H_kv, page_tokens, 2 D]`
+    def __init__(self, host: RowBlocks, division: Division, metadata: WindowMetadata) -> None:
+        self._host, self._blocks, self._slots, self._size = host, metadata.blocks, metadata.slots, host.block_size
+        self._first = division.first_page if division.windows else division.blocks
 
     def store(self, keys: Tensor, values: Tensor, tokens: slice) -> None:
-        """Stores keys, values `[T, H_kv, D]` of the pass's `tokens`."""
-        slots, size = self._metadata.slots[tokens].long(), self._rows.shape[2]
-        rows = torch.cat([keys, values], -1).to(self._rows.dtype)
-        m_page = slots >= 0  # tokens outside the window have no slot
+        """Stores keys, values `[T, H_kv, D]` of the pass's `tokens`, which their blocks have already."""
+        slots = self._slots[tokens].long()
+        m_page = slots // self._size >= self._first  # tokens outside the window have none
         slots = slots[m_page]
-        self._rows[slots // size, :, slots % size] = rows[m_page]
+        rows = torch.stack([keys, values], 2).to(self._host.device_rows)
+        self._host.device_rows[slots // self._size, :, slots % self._size] = rows[m_page]
 
     def span(self, row: int, start: int, stop: int) -> Tensor:
         """Rows `[H_kv, stop - start, K|V, D]` of positions start .. stop - 1 of a sequence, which must be recent enough."""
-        size = self._rows.shape[2]
-        first = start // size
-        blocks = self._metadata.blocks[row, first : cdiv(stop, size)].long()
-        held = self._rows[blocks].transpose(0, 1).flatten(1, 2)  # [H_kv, n, 2 D]
-        return held[:, start - first * size : stop - first * size].unflatten(-1, (2, -1))
+        first, host = start // self._size, self._host
+        pages = self._blocks[row, first : cdiv(stop, self._size)].tolist()
+        held = [(host.rows if page < self._first else host.device_rows)[page] for page in pages]
+        return torch.cat(held, 1)[:, start - first * self._size : stop - first * self._size]

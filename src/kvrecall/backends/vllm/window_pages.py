@@ -1,14 +1,11 @@
 """The manager of the windows' pages: vLLM's sliding-window manager, with a pool of its own.
 
-A short sequence has pages for all its tokens, a longer one for its last ones, also while a long prompt is read; until the end
-of a run they are the only place of its newest rows.
+A short sequence has its window at all its tokens, a longer one at its last ones, also while a long prompt is read. A block with
+rows on the device is its own page. For one with rows on the host there is a page on the device, which until the end of a run is
+the only place of its newest rows. No other sequence has that page.
 
 Blocks of summaries decide about prefixes, because all cached blocks have rows. If a sequence begins behind cached blocks, pages
-that other sequences have left are found by their hashes. The others are new, and are restored from the blocks' rows
-(`refill.py`).
-
-Pages need no rows of a block. So the last blocks of an engine (`capacity.Division`) are for windows alone. They take others
-when these are used up.
+of those on the host are filled from their rows (`refill.py`).
 """
 
 # Only imported where vLLM is installed.
@@ -27,9 +24,11 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from kvrecall.core.launch import cdiv
-from kvrecall.step.capacity import Division, needed_blocks, window_blocks
+from kvrecall.step.capacity import Division, window_blocks
 from kvrecall.step.plan import window_start
-from kvrecall.step.stream import runs
+
+SUFFIX = ".window"
+"""Of the name of an attention layer's window."""
 
 
 def managers_of(pool: Any) -> dict[int, WindowManager]:
@@ -42,38 +41,36 @@ class WindowManager(SlidingWindowManager):
 
     def __init__(self, kv_cache_spec: WindowSpec, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
-        self._own: Any = None
-        """The pool of blocks that only this group takes; None before `divide`, and where every block has rows."""
-        self._first = 0
-        """Its lowest block."""
+        self._pages: Any = None
+        """The pool of pages for windows; None before `link`, and where every block is its own page."""
+        self._near = 0
+        """The first blocks, which are their own pages."""
+        self._blocks: Any = None
+        """The manager of the blocks of the same layers."""
+        self._others: Sequence[Any] = ()
+        """Managers of other layers, which take blocks of the same pool."""
         self._released: dict[str, int] = {}
         """How many first pages each sequence has given back."""
-        self._missing: dict[str, list[int]] = {}
-        """Numbers of the pages behind which a sequence begins, and which no other one has left; until they have a block."""
+        self._behind: dict[str, range] = {}
+        """Numbers of the pages behind which a sequence begins, until it has them."""
         self._restored: dict[str, list[int]] = {}
-        """The same, from then on until the pass is scheduled."""
+        """Those of them that are to be filled, from then on until the pass is scheduled."""
         self._fresh: dict[Any, tuple[Any, int]] = {}
         """(request, tokens) by hash: prefixes that a pass completes by decoding, while its kernels read others."""
-        self._hashes = self.block_pool.cached_block_hash_to_block
         managers_of(self.block_pool)[self.kv_cache_group_id] = self
 
-    def take_last(self, blocks: Sequence[Any]) -> None:
-        """Only this group takes these blocks from now on: consecutive ones, in no pool."""
-        shared = self.block_pool
-        self._own = BlockPool(
-            num_gpu_blocks=1 + len(blocks), enable_caching=shared.enable_caching, hash_block_size=shared.hash_block_size
-        )
-        self._first = blocks[0].block_id
-        for number, block in enumerate(self._own.blocks):  # the first is its null block, which nobody gets
-            block.block_id = self._first - 1 + number
-
-    def forget_pages(self) -> None:
-        """Nobody finds the pages that are there now."""
-        if self._own is not None:
-            self._own.evict_blocks({*range(len(self._own.blocks))})  # by their places in the pool, not by their numbers
+    def link(self, blocks: Any, others: Sequence[Any], division: Division) -> None:
+        """Before a request comes. blocks: the manager of the blocks of the same layers, which is asked first. others: those of
+        other layers."""
+        self._blocks, self._others, self._near = blocks, others, division.near if division.windows else division.blocks
+        if division.windows:
+            size = self.block_pool.hash_block_size
+            self._pages = BlockPool(num_gpu_blocks=1 + division.windows, enable_caching=False, hash_block_size=size)
+            for number, page in enumerate(self._pages.blocks):  # the first is its null block, which nobody gets
+                page.block_id = division.first_page - 1 + number
 
     def take_restored(self) -> dict[str, list[int]]:
-        """The pages that the scheduled pass must restore, by request."""
+        """The pages that the scheduled pass must fill, by request."""
         restored, self._restored = self._restored, {}
         return restored
 
@@ -86,7 +83,7 @@ class WindowManager(SlidingWindowManager):
         cls, block_hashes: Any, max_length: int, kv_cache_group_ids: list[int], block_pool: Any, kv_cache_spec: Any,
         drop_eagle_block: bool, alignment_tokens: int, **more: Any,
     ) -> tuple[tuple[list[Any], ...], int]:  # fmt: skip
-        """Always a hit, so that other groups decide: the pages that are there, and null blocks."""
+        """Always a hit, so that other groups decide: the blocks that are their own pages, and null blocks."""
         size, managers = kv_cache_spec.block_size, managers_of(block_pool)
         tokens = max(0, max_length - (size if drop_eagle_block else 0)) // alignment_tokens * alignment_tokens
         while tokens and any(managers[group]._is_fresh(block_hashes, tokens) for group in kv_cache_group_ids):
@@ -98,65 +95,79 @@ class WindowManager(SlidingWindowManager):
         return request is not None and request.num_computed_tokens < tokens
 
     def _found(self, hashes: Any, tokens: int) -> list[Any]:
-        """Pages of the first `tokens` tokens, null blocks for those that are not needed or not there."""
-        self._forget_old()
-        size, null = self.block_size, self.block_pool.null_block
-        first = self.get_num_skipped_tokens(tokens) // size
-        found = [null] * (tokens // size)
-        if self._own is None:
+        """Blocks of the first `tokens` tokens, null blocks for those that need a page, and outside the window."""
+        size, pool = self.block_size, self.block_pool
+        found, first = [pool.null_block] * (tokens // size), self.get_num_skipped_tokens(tokens) // size
+        if self._pages is None:
             return found
-        if size != self.block_pool.hash_block_size:
-            hashes = BlockHashListWithBlockSize(hashes, self.block_pool.hash_block_size, size)
+        if size != pool.hash_block_size:
+            hashes = BlockHashListWithBlockSize(hashes, pool.hash_block_size, size)
         for number in range(first, len(found)):
-            if cached := self._own.get_cached_block(hashes[number], [self.kv_cache_group_id]):
+            cached = pool.get_cached_block(hashes[number], [self._blocks.kv_cache_group_id])
+            if cached and cached[0].block_id < self._near:
                 found[number] = cached[0]
         return found
 
     def get_num_blocks_to_allocate(
         self, request_id: str, num_tokens: int, new_computed_blocks: Sequence[Any] = (), *args: Any, **kwargs: Any
     ) -> int:
-        """How many blocks that others may take, too, a sequence needs."""
-        self._forget_old()
-        size, held = self.block_size, self.req_to_blocks.get(request_id, ())
-        before = self.get_num_skipped_tokens(len(new_computed_blocks) * size) // size if new_computed_blocks else 0
-        first = max(len(held), before, self._unneeded(num_tokens))
-        needed, free = cdiv(num_tokens, size) - first, 0
-        if self._own is not None:
-            hits = [block for block in new_computed_blocks[before:] if not block.is_null]
-            free = self._own.get_num_free_blocks() - sum(not block.ref_cnt for block in hits)
-            needed -= sum(not block.is_null for block in new_computed_blocks[first:])
-        return max(0, needed - free)
+        """None of the blocks that others take; more than there are if too few pages are free."""
+        if self._pages is None:
+            return 0
+        found, unneeded, ends = new_computed_blocks, self._unneeded(num_tokens), cdiv(num_tokens, self.block_size)
+        first = max(unneeded, self.get_num_skipped_tokens(len(found) * self.block_size) // self.block_size)
+        needed = sum(block.is_null for block in found[first:])
+        most = ends - max(unneeded, len(found), len(self.req_to_blocks.get(request_id, ())))
+        if most > 0:
+            coming = sum(self._coming(manager, request_id, num_tokens) for manager in (self._blocks, *self._others))
+            needed += self._on_host(coming + len(found), most)
+        return 0 if needed <= self._pages.get_num_free_blocks() else self.block_pool.num_gpu_blocks + 1
+
+    @staticmethod
+    def _coming(manager: Any, request_id: str, num_tokens: int) -> int:
+        """Most blocks that a manager takes for a request."""
+        return max(0, cdiv(num_tokens, manager.block_size) - len(manager.req_to_blocks.get(request_id, ()))) + 1
+
+    def _on_host(self, coming: int, most: int) -> int:
+        """How many of the next `coming` blocks have their rows on the host; `most` if there are more."""
+        free = self.block_pool.free_block_queue
+        block, far = free.fake_free_list_head.next_free_block, 0
+        while block is not free.fake_free_list_tail and coming and far < most:
+            far, coming, block = far + (block.block_id >= self._near), coming - 1, block.next_free_block
+        return far
 
     def add_local_computed_blocks(
         self, request_id: str, new_computed_blocks: Sequence[Any], num_local_computed_tokens: int, *args: Any, **kwargs: Any
     ) -> None:
-        """Adds the pages that were found, and notes those that are missing."""
-        before = self.get_num_skipped_tokens(num_local_computed_tokens) // self.block_size
-        ends, null = num_local_computed_tokens // self.block_size, self.block_pool.null_block
-        found = [*new_computed_blocks[before:ends]]
-        found += [null] * (ends - before - len(found))
-        if hits := [block for block in found if not block.is_null]:
-            self._own.touch(hits)
-        self.req_to_blocks[request_id].extend([null] * before + found)
-        self._missing[request_id] = [before + i for i, block in enumerate(found) if block.is_null]
+        """Notes behind which pages the sequence begins."""
+        ends = num_local_computed_tokens // self.block_size
+        self.req_to_blocks[request_id].extend([self.block_pool.null_block] * ends)
+        self._behind[request_id] = range(self.get_num_skipped_tokens(num_local_computed_tokens) // self.block_size, ends)
         self.num_cached_block[request_id] = ends
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> list[Any]:
-        """New pages of the sequence; null blocks outside the window."""
+        """Pages of the sequence's new blocks, and of those behind which it begins; null blocks outside the window."""
         held, unneeded = self.req_to_blocks[request_id], self._unneeded(num_tokens)
-        missing = [number for number in self._missing.pop(request_id, ()) if number >= unneeded]
-        for number, block in zip(missing, self._take(len(missing)), strict=True):
-            held[number] = block
-        if missing:
-            self._restored[request_id] = missing
-        ends = cdiv(num_tokens, self.block_size)
-        nulls = max(0, min(ends, unneeded) - len(held))
-        made = [self.block_pool.null_block] * nulls + self._take(max(0, ends - len(held) - nulls))
+        behind = [number for number in self._behind.pop(request_id, ()) if number >= unneeded]
+        for number in behind:
+            held[number] = self._page(request_id, number)
+        if filled := [number for number in behind if self._is_page(held[number])]:
+            self._restored[request_id] = filled
+        ends, null = cdiv(num_tokens, self.block_size), self.block_pool.null_block
+        made = [null if number < unneeded else self._page(request_id, number) for number in range(len(held), ends)]
         held.extend(made)
         return made
 
+    def _page(self, request_id: str, number: int) -> Any:
+        """The page of a block: itself, or a new one if its rows are on the host."""
+        block = self._blocks.req_to_blocks[request_id][number]
+        return block if block.block_id < self._near else self._pages.get_new_blocks(1)[0]
+
+    def _is_page(self, block: Any) -> bool:
+        return block.block_id >= self._near and not block.is_null
+
     def cache_blocks(self, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
-        """Lets other sequences find the pages of the first `num_tokens` tokens."""
+        """Notes the prefixes that the pass completes by decoding."""
         name, size = request.request_id, self.block_size
         begun, ends = self.num_cached_block.get(name, 0), num_tokens // size
         if ends > begun and num_tokens - request.num_computed_tokens <= 1 + self.kv_cache_spec.ahead // 2:
@@ -164,107 +175,70 @@ class WindowManager(SlidingWindowManager):
             for tokens in range((begun + 1) * size, ends * size + 1, size):
                 if tokens > request.num_computed_tokens:  # others are of an earlier pass
                     self._fresh[request.block_hashes[tokens // self.block_pool.hash_block_size - 1]] = request, tokens
-        if self._own is not None:
-            for _, first, count in runs(self._restored.get(name, [])):
-                self._cache(request, first, count)
-            self._cache(request, begun, ends - begun)
         self.num_cached_block[name] = max(begun, ends)
 
     def pop_blocks_for_free(self, request_id: str) -> list[Any]:
-        """Frees the pages of the group's own pool, and returns the others."""
-        self._released.pop(request_id, None)
-        self._missing.pop(request_id, None)
-        self._restored.pop(request_id, None)
+        """Frees the pages. Blocks that are their own pages are freed by their manager."""
+        for own in (self._released, self._behind, self._restored):
+            own.pop(request_id, None)
         self._fresh = {h: each for h, each in self._fresh.items() if each[0].request_id != request_id}
-        held = super().pop_blocks_for_free(request_id)
-        if self._own is not None:
-            self._own.free_blocks(block for block in reversed(held) if self._is_own(block))
-        return [block for block in held if not self._is_own(block)]
+        self._free(super().pop_blocks_for_free(request_id))
+        return []
 
     def _remove_blocks_in_range(self, request_id: str, first_block: int, last_block: int) -> None:
         """Removes pages; there may be null blocks between them after a prompt."""
-        held = self.req_to_blocks.get(request_id, [])
-        last = min(last_block, len(held))
-        start = max(first_block, self._released.get(request_id, 0))
-        if last <= start:
-            return
-        freed = [block for block in held[start:last] if not block.is_null]
-        held[start:last] = [self.block_pool.null_block] * (last - start)
-        self._released[request_id] = last
-        if self._own is not None:
-            self._own.free_blocks(block for block in freed if self._is_own(block))
-        self.block_pool.free_blocks([block for block in freed if not self._is_own(block)])
+        held, start = self.req_to_blocks.get(request_id, []), max(first_block, self._released.get(request_id, 0))
+        if left := held[start:last_block]:
+            held[start:last_block] = [self.block_pool.null_block] * len(left)
+            self._released[request_id] = start + len(left)
+            self._free(left)
+
+    def _free(self, held: Sequence[Any]) -> None:
+        if self._pages is not None:
+            self._pages.free_blocks([block for block in held if self._is_page(block)])
 
     def _unneeded(self, num_tokens: int) -> int:
         """How many first pages neither the last of `num_tokens` tokens nor a later one attends to."""
         return self.get_num_skipped_tokens(num_tokens - 1 - self.kv_cache_spec.ahead) // self.block_size
 
-    def _is_own(self, block: Any) -> bool:
-        return self._own is not None and block.block_id >= self._first
-
-    def _take(self, count: int) -> list[Any]:
-        """New blocks: the group's own first."""
-        if self._own is None:
-            return self.block_pool.get_new_blocks(count)
-        own = min(count, self._own.get_num_free_blocks())
-        return self._own.get_new_blocks(own) + self.block_pool.get_new_blocks(count - own)
-
-    def _cache(self, request: Any, first: int, count: int) -> None:
-        """Lets others find `count` pages, those of the group's own pool."""
-        if count > 0:
-            null, held = self.block_pool.null_block, self.req_to_blocks[request.request_id][first : first + count]
-            pages = [null] * first + [block if self._is_own(block) else null for block in held]
-            self._own.cache_full_blocks(request, pages, first, first + count, self.block_size, self.kv_cache_group_id)
-
-    def _forget_old(self) -> None:
-        """Forgets all pages if vLLM has forgotten its blocks, as it does when weights change. Asked before pages are given."""
-        if self._hashes is not self.block_pool.cached_block_hash_to_block:
-            self._hashes = self.block_pool.cached_block_hash_to_block
-            self._fresh.clear()
-            self.forget_pages()
-
 
 @dataclass(frozen=True, kw_only=True)
 class WindowSpec(SlidingWindowSpec):
     """Spec of the window. whole: sequences of fewer tokens keep all of them (`plan.window_start`). passes: most passes in
-    flight. ahead: draft tokens that may be rejected. host_blocks: blocks whose rows fit into host memory; None: blocks are not
-    divided. row_bytes: of the rows of a block of the layer, if device memory may hold them, else 0."""
+    flight. ahead: draft tokens that may be rejected. host_blocks: blocks whose rows fit into host memory. row_bytes: of the
+    rows of a block of the layer on a GPU, else 0."""
 
     whole: int = 0
     passes: int = 1
     ahead: int = 0
-    host_blocks: int | None = field(default=None, compare=False)
+    host_blocks: int = field(default=0, compare=False)
     row_bytes: int = field(default=0, compare=False)
 
     def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
         """Most pages of one sequence: its window's, and those that passes in flight will free."""
         return window_blocks(self.sliding_window, self.whole, self.block_size, max_model_len, self.passes, self.ahead)
 
+    def max_memory_usage_bytes(self, vllm_config: Any) -> int:
+        """Of vLLM's pages: none."""
+        return 0
 
-def divide(scheduler: Any) -> None:
-    """Gives the last blocks of a scheduler that has handed out none yet to windows alone."""
-    coordinator, config = scheduler.kv_cache_manager.coordinator, scheduler.kv_cache_config
-    managers = [manager for manager in coordinator.single_type_managers if isinstance(manager, WindowManager)]
-    pool = coordinator.block_pool
-    specs = [group.kv_cache_spec for group in config.kv_cache_groups]
-    first = Division.among(specs, scheduler.vllm_config, config.num_blocks).rows
-    if not managers or first == config.num_blocks:
-        return
-    last = pool.blocks[first:]
-    for block in last:
-        pool.free_block_queue.remove(block)
-    del pool.blocks[first:]
-    pool.num_gpu_blocks = first
-    # What the longest sequence takes of each group, and a share of the rest.
-    needs = [needed_blocks([manager.kv_cache_spec], scheduler.vllm_config) - 1 for manager in managers]
-    for place, (manager, need) in enumerate(zip(managers, needs, strict=True)):
-        count = need + (len(last) - sum(needs[place:])) // (len(managers) - place)
-        manager.take_last(last[:count])
-        last = last[count:]
+
+def link(scheduler: Any) -> None:
+    """Tells the managers of a scheduler that has handed out no block yet where rows lie."""
+    managers, config = scheduler.kv_cache_manager.coordinator.single_type_managers, scheduler.kv_cache_config
+    groups = config.kv_cache_groups
+    owners = {name: number for number, group in enumerate(groups) for name in group.layer_names}
+    for window in [manager for manager in managers if isinstance(manager, WindowManager)]:
+        own = {owners[name.removesuffix(SUFFIX)] for name in groups[window.kv_cache_group_id].layer_names}
+        blocks = managers[min(own)]
+        assert len(own) == 1 and min(own) < window.kv_cache_group_id, "vLLM groups windows as their layers, and behind them"
+        others = [each for each in managers if each is not blocks and not isinstance(each, WindowManager)]
+        specs = [group.kv_cache_spec for group in groups]
+        window.link(blocks, others, Division.among(specs, scheduler.vllm_config, config.num_blocks))
 
 
 def restored_pages(scheduler: Any) -> dict[int, dict[str, list[int]]]:
-    """Pages that the scheduled pass must restore, by cache group and request."""
+    """Pages that the scheduled pass must fill, by cache group and request."""
     managers = scheduler.kv_cache_manager.coordinator.single_type_managers
     return {m.kv_cache_group_id: m.take_restored() for m in managers if isinstance(m, WindowManager)}
 

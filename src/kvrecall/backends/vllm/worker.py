@@ -1,4 +1,4 @@
-"""vLLM's worker, which divides device memory among summaries, windows and rows, and knows how many rows fit into host memory.
+"""vLLM's worker, which divides device memory among summaries, rows and windows, and knows how many rows fit into host memory.
 That is page-locked at the start, ahead of need, or when blocks are handed out."""
 
 # Only imported where vLLM is installed.
@@ -58,38 +58,35 @@ class Worker(StockWorker):
         """What each layer caches, in pages of one size, and to windows how many blocks have host memory. Raises ParameterError
         for an unsupported block size."""
         engine = EngineState.of(self.vllm_config)
-        specs = alike(super().get_kv_cache_spec(), engine.names)
-        blocks = engine.host_plan(self.rank).blocks if engine.divides else None
+        specs, blocks = alike(super().get_kv_cache_spec(), engine.names), engine.host_plan(self.rank).blocks
         return {n: replace(x, host_blocks=blocks) if isinstance(x, WindowSpec) else x for n, x in specs.items()}
 
     @kept()
     def determine_available_memory(self) -> int:
-        """Device bytes for pages, without those for rows. Only kvrecall's scheduler gives blocks without rows to windows alone;
-        with another one, pages are those of blocks whose rows fit on the host. Raises HostMemoryError if one sequence of the
-        longest length does not fit."""
+        """Device bytes for pages, without those for rows. Raises HostMemoryError if one sequence of the longest length does not
+        fit."""
         available, engine, config = super().determine_available_memory(), EngineState.of(self.vllm_config), self.vllm_config
         groups, size = get_kv_cache_groups(config, self.get_kv_cache_spec()), config.cache_config.block_size
         per_block = max(len(group.layer_names) * group.kv_cache_spec.page_size_bytes for group in groups)
         specs, plan = [group.kv_cache_spec for group in groups], engine.host_plan(self.rank)
         needed = needed_blocks(specs, config)
-        least = needed_blocks([x for x in specs if not isinstance(x, WindowSpec)], config) if engine.divides else needed
         divided = partial(Division.among, specs, config)
         most = most_blocks(available, per_block, plan.block_bytes, divided)
-        if not engine.divides:
+        if current_platform.is_cpu():
             most = min(most, plan.blocks)
-        division = divided(most)
-        if max(division.rows, plan.blocks) < least:
-            raise HostMemoryError((least - division.near) * plan.block_bytes, plan.limit, engine.longest)
+        if max(most, plan.blocks) < needed:
+            raise HostMemoryError((needed - divided(most).near) * plan.block_bytes, plan.limit, engine.longest)
         override = config.cache_config.num_gpu_blocks_override
         blocks = most if override is None else override
-        division = divided(blocks)
-        if blocks > most and (division.near or not engine.divides):  # vLLM does not check it
+        if blocks > most:  # vLLM does not check it
             raise ParameterError("num_gpu_blocks_override", f"at most {most:,}, whose rows fit", override, "Lower it.")
-        engine.promise(max(0, division.rows - division.near))
+        division = divided(blocks)
+        engine.promise(blocks - division.near)
         _log.info(
-            "kvrecall: %d blocks of %d tokens, %d with rows in device memory, %d in host memory (%.1f GiB hold %d); "
-            "%d tokens need %d",
-            blocks, size, division.near, division.rows - division.near, plan.limit / 2**30, plan.blocks, engine.longest, needed,
+            "kvrecall: %d blocks of %d tokens, %d with rows in device memory, %d in host memory (%.1f GiB hold %d), "
+            "%d pages for windows; %d tokens need %d blocks",
+            blocks, size, division.near, blocks - division.near, plan.limit / 2**30, plan.blocks, division.windows,
+            engine.longest, needed,
         )  # fmt: skip
         return most * per_block
 
@@ -142,7 +139,7 @@ class Worker(StockWorker):
 
     @torch.inference_mode()
     def execute_dummy_batch(self, *args: Any, **kwargs: Any) -> Any:
-        EngineState.of(self.vllm_config).begin_pass({}, {})
+        EngineState.of(self.vllm_config).begin_pass({}, {}, {})
         self._begin([], [])
         return super().execute_dummy_batch(*args, **kwargs)
 
@@ -168,9 +165,9 @@ class Worker(StockWorker):
             self._counter_writer.passed()
         if highest is not None:
             engine.commit(highest + 1)
-        restored = getattr(scheduler_output, "restored_pages", None)
+        restored = getattr(scheduler_output, "restored_pages", {})
         if engine.refused is not None:
-            scheduler_output = left_out(scheduler_output, range(engine.refused, engine.blocks))
+            scheduler_output = left_out(scheduler_output, range(engine.refused, engine.blocks), engine.groups_of_windows)
         if engine.others:
             engine.clear(handed_out_empty(scheduler_output, engine.others))
         told, tokens = scheduler_output, lengths(scheduler_output)
