@@ -23,7 +23,7 @@ from kvrecall.step.stream import RowBlocks
 from kvrecall.step.summaries import width_of
 from kvrecall.step.warmup import FakeMetadata
 from tests.step import test_paged as paged
-from tests.step.test_paged import BLOCKS, DIM, HEADS, PADDING, PARAMS, SHAPE, SIZE, method_of
+from tests.step.test_paged import BLOCKS, HEADS, PADDING, PARAMS, SHAPE, SIZE, method_of
 
 LONGEST, MOST = 1024, 4
 
