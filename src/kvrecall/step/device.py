@@ -110,8 +110,9 @@ def copied(rows: Tensor, blocks: Tensor | None, tokens: int, dtype: torch.dtype)
 
 @dataclass(frozen=True)
 class Window:
-    """The recent tokens of the sequences of a pass. rows: `[blocks, H_kv, page_tokens, 2 D]`, contiguous in the last dimension.
-    blocks: int32 `[b, W]`, block tables. slots: int64 `[T]`, slots of the pass's tokens, < 0 for none.
+    """The recent tokens of the sequences of a pass. rows: `[pages, H_kv, block_size, 2 D]`, `RowBlocks.device_rows`. blocks:
+    int32 `[b, W]`, block tables: blocks with rows on the device, pages for others. slots: int64 `[T]`, slots of the pass's
+    tokens, < 0 for none.
 
     The library's attention, if it has one. `attend`: queries `[T, H_q, D]` of the decoded tokens to these rows, if none of them
     searches. `reads`: the same for tokens of a pass that go on with prompts whose rows are all here. `causal`: the tokens of

@@ -25,7 +25,7 @@ DEFAULT = "pariskv-balanced"
 
 BLOCK_TOKENS = 128
 """Default of tokens per block. Sequences share whole blocks, so a small one is found in more prompts. Blocks of 1,024 tokens
-make a step some 3 % faster, and the window's pages of 16 tokens are the smallest that FlashAttention reads."""
+make a step some 3 % faster."""
 LEAST_BLOCK = 64
 """Tokens of the smallest block, so that every part of a page is a multiple of the kernels' widest load."""
 LOCAL_TOKENS = 1024

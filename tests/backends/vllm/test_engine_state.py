@@ -446,7 +446,7 @@ def test_when_flash_attention_attends_to_windows(
     monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda **_: version)
     monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", object(), raising=False)
     shape = LayerShape(1, 8, 2, 64, dtype, torch.device("cuda", 0), row_dtype=rows)
-    told = why_not(shape, 16)
+    told = why_not(shape)
     assert why in told and bool(told) == bool(why)
 
 

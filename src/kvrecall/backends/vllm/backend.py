@@ -298,7 +298,7 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         """Runs the passes of `warmup.trials` over block 0. Returns their number."""
         shape, builder = self._shape, self._builder
         size = builder.kv_cache_spec.block_size
-        flash = None if why_not(shape, size) else FlashAttention(shape, size, self._engine.whole)
+        flash = None if why_not(shape) else FlashAttention(shape, size, self._engine.whole)
         causal = None if flash is None else flash.causal
         passes = list(trials(limits, shape.device.type == "cuda"))
         for trial in passes:

@@ -295,10 +295,7 @@ class EngineState:
         specs = [group.kv_cache_spec for _, group in groups]
         self.division = Division.among(specs, self._config, kv_cache_config.num_blocks)
         self.last = max((impl.number for impl in self.impls), default=-1)
-        pages = {n: group.kv_cache_spec.block_size for _, group in groups for n in group.layer_names}
-        layers = self._config.compilation_config.static_forward_context
-        windows = [(layers[n], tokens) for n, tokens in pages.items() if isinstance(layers.get(n), WindowLayer)]
-        why = next(filter(None, (why_not(layer.shape, tokens) for layer, tokens in windows)), "")
+        why = next(filter(None, map(why_not, self.shapes)), "")
         self.whole.possible = not why
         if why and self.shapes[0].device.type == "cuda":
             _log.info("kvrecall: FlashAttention does not serve short sequences: %s", why)

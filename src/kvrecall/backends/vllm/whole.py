@@ -1,5 +1,5 @@
 """What vLLM's FlashAttention does: chunks of prompts, over rows that are on the device; and passes in which no sequence
-searches, over the pages of the window, in graphs of their own.
+searches, over their windows, in graphs of their own.
 
 Such a pass decodes sequences of fewer tokens than a search needs (`settings.whole_below`), whose rows are all in device memory.
 The worker sees that from the lengths of a pass before vLLM chooses a graph. It may read prompts, too; then nothing is recorded.
@@ -28,8 +28,6 @@ _SPLITS = 32
 """Most parts in which a recorded call divides a sequence; their number is chosen for each pass, from its lengths."""
 _NUMBERS = 4
 """int32 numbers of FlashAttention's plan per sequence; their count is rounded up to as many."""
-_PAGE = 16
-"""FlashAttention reads pages of a multiple of so many tokens."""
 
 
 @dataclass
@@ -56,15 +54,15 @@ class WholePasses:
 
 
 class FlashAttention:
-    """vLLM's FlashAttention for the window layers of one cache group."""
+    """vLLM's FlashAttention for layers of a shape, over blocks of `block_size` tokens."""
 
-    def __init__(self, shape: LayerShape, page_tokens: int, passes: WholePasses) -> None:
+    def __init__(self, shape: LayerShape, block_size: int, passes: WholePasses) -> None:
         """For what `why_not` accepts."""
         from vllm.v1.attention.backends import fa_utils
 
         self._library: Any = fa_utils
         self._version = fa_utils.get_flash_attn_version(head_size=shape.head_dim)
-        self._shape, self._page, self._below = shape, page_tokens, min(passes.below, passes.longest)
+        self._shape, self._block_size, self._below = shape, block_size, min(passes.below, passes.longest)
         self._plan, self._recorded = None, passes.recorded
         self._one = None if shape.row_dtype is None else torch.ones(1, dtype=torch.float32, device=shape.device)
         """The scale of queries in eight bits."""
@@ -84,14 +82,14 @@ class FlashAttention:
             made = self._library.get_scheduler_metadata(
                 batch_size=len(lengths), max_seqlen_q=most_new, max_seqlen_k=longest, num_heads_q=shape.query_heads,
                 num_heads_kv=shape.kv_heads, headdim=shape.head_dim, cache_seqlens=lengths, qkv_dtype=shape.stored_dtype,
-                cu_seqlens_q=begins, page_size=self._page, causal=True, num_splits=splits,
+                cu_seqlens_q=begins, page_size=self._block_size, causal=True, num_splits=splits,
             )  # fmt: skip
             plan = self._plan[: len(made)]
             plan.copy_(made)
             self._plan[len(made) :].zero_()
 
         def attend(rows: Tensor, queries: Tensor, params: AttentionParams, out: Tensor) -> None:
-            keys, values = rows.transpose(1, 2).unflatten(-1, (2, -1)).unbind(-2)  # [pages, page_tokens, H_kv, D]
+            keys, values = rows.transpose(1, 2).unflatten(-1, (2, -1)).unbind(-2)  # [pages, block_size, H_kv, D]
             self._library.flash_attn_varlen_func(
                 q=self._as_rows(queries), k=keys, v=values, out=out, cu_seqlens_q=begins, max_seqlen_q=most_new,
                 seqused_k=lengths, max_seqlen_k=longest, softmax_scale=params.scaling, causal=True, block_table=pages,
@@ -156,14 +154,12 @@ def _numbers(count: int, device: torch.device) -> Tensor:
     return torch.arange(count, dtype=torch.int32, device=device)
 
 
-def why_not(shape: LayerShape, page_tokens: int) -> str:
+def why_not(shape: LayerShape) -> str:
     """Why FlashAttention cannot attend to the window of such layers; empty if it can."""
     if shape.device.type != "cuda":
         return "there is no GPU"
     if shape.dtype not in (torch.float16, torch.bfloat16):
         return f"it has no kernel for {shape.dtype}"
-    if page_tokens % _PAGE:
-        return f"pages of the window hold {page_tokens} tokens, and it reads multiples of {_PAGE}"
     try:
         from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
 
