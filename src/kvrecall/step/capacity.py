@@ -25,7 +25,8 @@ from kvrecall.step.settings import BLOCK_TOKENS, Settings, check_block_size, lea
 from kvrecall.step.summaries import width_of
 
 _WINDOWS_SHARE = 8
-"""Windows have pages for so many times fewer blocks than have rows in device memory, or for one sequence."""
+"""Windows have pages for so many times fewer blocks than have rows in device memory, at most for all others, or for one
+sequence."""
 _STEP = 16
 """Blocks with rows in device memory are a multiple of this: Triton compiles other kernels for other numbers. Host memory that
 holds fewer is not used."""
@@ -91,7 +92,7 @@ class Division:
         least = cdiv(max(0, blocks - host_blocks), _STEP) * _STEP
         share = max(0, blocks - needed) * page_bytes // (page_bytes + row_bytes)
         near = max(least, share // _STEP * _STEP)
-        return Division(near, blocks, max(window, near // _WINDOWS_SHARE))
+        return Division(near, blocks, max(window, min(near // _WINDOWS_SHARE, blocks - near)))
 
     @staticmethod
     def among(specs: Sequence[Any], config: Any, blocks: int) -> Division:

@@ -112,7 +112,7 @@ def copied(rows: Tensor, blocks: Tensor | None, tokens: int, dtype: torch.dtype)
 class Window:
     """The recent tokens of the sequences of a pass. rows: `[pages, H_kv, block_size, 2 D]`, `RowBlocks.device_rows`. blocks:
     int32 `[b, W]`, block tables: blocks with rows on the device, pages for others. slots: int64 `[T]`, slots of the pass's
-    tokens, < 0 for none.
+    tokens; those in page 0, or < 0, nobody reads.
 
     The library's attention, if it has one. `attend`: queries `[T, H_q, D]` of the decoded tokens to these rows, if none of them
     searches. `reads`: the same for tokens of a pass that go on with prompts whose rows are all here. `causal`: the tokens of

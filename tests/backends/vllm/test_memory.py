@@ -79,6 +79,7 @@ def test_device_memory_is_divided_among_summaries_rows_and_windows() -> None:
     assert among(80) == Division(0, 80, 5), "one sequence of the longest length"
     assert among(100, host=500) == Division(16, 100, 5), "rows of 20 of 80 blocks would take as much as the others' summaries"
     assert among(800) == Division(704, 800, 88), "host memory is full"
+    assert among(800, host=20) == Division(784, 800, 16), "no more pages than blocks on the host"
     assert among(26, host=3) == Division(26, 26, 0) and among(800, host=0) == Division(800, 800, 0), (
         "every block is its own page"
     )
@@ -117,7 +118,9 @@ def test_requests_of_a_warm_up_take_one_block_per_cache_group() -> None:
 
     cached = SimpleNamespace(new_block_ids=[None, ([9], [4, 8])])
     told = SimpleNamespace(scheduled_new_reqs=[SimpleNamespace(block_ids=([3, 8], [5]))], scheduled_cached_reqs=cached)
-    use_few_blocks(told)
+    use_few_blocks(told, {1})
+    assert told.scheduled_new_reqs[0].block_ids == ([0, 0], [0]) and cached.new_block_ids == [None, ([0], [0, 0])]
+    use_few_blocks(told, ())
     assert told.scheduled_new_reqs[0].block_ids == ([0, 0], [1]) and cached.new_block_ids == [None, ([0], [1, 1])]
     assert highest_block(told, {0, 1}) == 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,16 +36,16 @@ def test_only_a_scheduler_on_this_machine_can_be_told(world: int, expected: bool
     assert can_refuse(config) is expected and config.scheduler_config.scheduler_cls.endswith(".AsyncScheduler")
 
 
-def test_schedulers_that_derive_from_ours_are_ours() -> None:
+def test_schedulers_that_derive_from_ours_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.core.sched.scheduler import Scheduler as Stock
 
     from kvrecall.backends.vllm.scheduler import Scheduler
 
-    class Own(Scheduler):
-        pass
-
-    assert is_own(None) and is_own(Own) and is_own("kvrecall.backends.vllm.scheduler.Scheduler")
-    assert not is_own(Stock) and not is_own("other.Scheduler")
+    Derived = type("Derived", (Scheduler,), {})
+    monkeypatch.setattr(sys.modules[__name__], "Derived", Derived, raising=False)
+    assert is_own(None) and is_own(Derived) and is_own("kvrecall.backends.vllm.scheduler.Scheduler")
+    assert is_own(f"{__name__}.Derived") and not is_own(f"{__name__}.Missing")
+    assert not is_own(Stock) and not is_own("other.Scheduler") and not is_own("Scheduler")
 
 
 @pytest.mark.parametrize("engine", [{}, {"tensor_parallel_size": 2}], ids=["one-rank", "two-ranks"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from random import Random
 from types import SimpleNamespace
@@ -98,6 +99,7 @@ class Engine:
 
     def go_on(self, name: str, count: int) -> bool:
         request = self.requests[name]
+        request.least = request.num_computed_tokens + 1
         for manager in self.managers:
             manager.remove_skipped_blocks(name, request.num_computed_tokens)
         if not self._fits(name, request.num_computed_tokens + count, [[], []], request.num_computed_tokens):
@@ -206,6 +208,32 @@ def test_who_finds_no_page_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     engine.requests.pop("b")
     engine.leave("a")
     assert engine.begin("b", text(2), 0, 60)
+
+
+def test_who_finds_no_page_gets_blocks_with_rows_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were used longest ago, though others would come first."""
+    engine = Engine(monkeypatch, near=40, windows=14)
+    for name in "abc":  # each takes 13 blocks, the first 39
+        assert engine.begin(name, text(ord(name), 300), 0, 208)
+        engine.ended()
+    for name in "bac":
+        engine.leave(name)
+    assert engine.begin("d", text(4), 0, 190) and min(engine.ids("d")[0]) >= 40 and engine.free[1] == 14 - 12
+    engine.ended()
+    assert engine.begin("e", text(5), 0, 190) and engine.free[1] == 14 - 12
+    blocks = engine.ids("e")[0]
+    assert max(blocks) < 40 and {*blocks} <= {*range(14, 27)}, "b's"
+    assert (
+        engine.found(engine.request("f", text(ord("a"))), 192)[1] == 192 > engine.found(engine.request("g", text(98)), 192)[1]
+    )
+
+
+def test_vllm_takes_no_block_out_of_a_window_s_table() -> None:
+    """From 0.33 on it clears entries that it takes for unneeded."""
+    spec = WindowSpec(block_size=SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=LOCAL, whole=WHOLE)
+    assert spec.num_retained_tokens == 0
+    told = inspect.getsource(importlib.import_module("vllm.v1.worker.gpu.block_table"))
+    assert "num_retained_tokens" not in told or "0 disables it for the group" in told
 
 
 @pytest.mark.parametrize(("ahead", "few"), [(0, 1), (6, 4)])

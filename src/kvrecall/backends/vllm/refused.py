@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from copy import copy
+from importlib import import_module
 from typing import Any
 
 from kvrecall.backends.vllm.machine import ranks_elsewhere
@@ -25,10 +26,16 @@ def choose_scheduler(config: Any) -> None:
 
 
 def is_own(scheduler: Any) -> bool:
-    """Whether a scheduler class of vLLM's config is kvrecall's, derived from it, or none yet."""
-    if isinstance(scheduler, type):
-        return any(each.__module__ == _SCHEDULERS for each in scheduler.__mro__)
-    return scheduler is None or scheduler.startswith(_SCHEDULERS)
+    """Whether a scheduler of vLLM's config, a class or its name, is kvrecall's, derived from it, or none yet."""
+    if scheduler is None or (isinstance(scheduler, str) and scheduler.startswith(_SCHEDULERS)):
+        return True
+    if isinstance(scheduler, str):
+        module, _, name = scheduler.rpartition(".")
+        try:
+            scheduler = getattr(import_module(module), name)
+        except (ImportError, AttributeError, ValueError):
+            return False
+    return any(each.__module__ == _SCHEDULERS for each in scheduler.__mro__)
 
 
 def can_refuse(config: Any) -> bool:

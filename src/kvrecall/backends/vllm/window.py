@@ -156,9 +156,9 @@ class PassWindow:
         """Stores keys, values `[T, H_kv, D]` of the pass's `tokens`, which their blocks have already."""
         slots = self._slots[tokens].long()
         m_page = slots // self._size >= self._first  # tokens outside the window have none
-        slots = slots[m_page]
-        rows = torch.stack([keys, values], 2).to(self._host.device_rows)
-        self._host.device_rows[slots // self._size, :, slots % self._size] = rows[m_page]
+        if m_page.any():
+            slots, rows = slots[m_page], torch.stack([keys[m_page], values[m_page]], 2)
+            self._host.device_rows[slots // self._size, :, slots % self._size] = rows.to(self._host.device_rows)
 
     def span(self, row: int, start: int, stop: int) -> Tensor:
         """Rows `[H_kv, stop - start, K|V, D]` of positions start .. stop - 1 of a sequence, which must be recent enough."""

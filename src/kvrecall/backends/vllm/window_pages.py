@@ -13,8 +13,9 @@ of those on the host are filled from their rows (`refill.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
@@ -111,30 +112,47 @@ class WindowManager(SlidingWindowManager):
     def get_num_blocks_to_allocate(
         self, request_id: str, num_tokens: int, new_computed_blocks: Sequence[Any] = (), *args: Any, **kwargs: Any
     ) -> int:
-        """None of the blocks that others take; more than there are if too few pages are free."""
+        """None of the blocks that others take; more than there are if too few pages are free. Then the next blocks have their
+        rows on the device, as far as there are any free ones."""
         if self._pages is None:
             return 0
         found, unneeded, ends = new_computed_blocks, self._unneeded(num_tokens), cdiv(num_tokens, self.block_size)
         first = max(unneeded, self.get_num_skipped_tokens(len(found) * self.block_size) // self.block_size)
-        needed = sum(block.is_null for block in found[first:])
-        most = ends - max(unneeded, len(found), len(self.req_to_blocks.get(request_id, ())))
-        if most > 0:
-            coming = sum(self._coming(manager, request_id, num_tokens) for manager in (self._blocks, *self._others))
-            needed += self._on_host(coming + len(found), most)
-        return 0 if needed <= self._pages.get_num_free_blocks() else self.block_pool.num_gpu_blocks + 1
+        free = self._pages.get_num_free_blocks() - sum(block.is_null for block in found[first:])
+        most = max(0, ends - max(unneeded, len(found), len(self.req_to_blocks.get(request_id, ()))))
+        if free < most:
+            managers = self._blocks, *self._others
+            coming = len(found) + sum(self._coming(manager, request_id, num_tokens) for manager in managers)
+            if free < self._on_host(coming, most):
+                self._put_first(coming)
+            most = self._on_host(coming, most)
+        return 0 if free >= most else self.block_pool.num_gpu_blocks + 1
 
     @staticmethod
     def _coming(manager: Any, request_id: str, num_tokens: int) -> int:
         """Most blocks that a manager takes for a request."""
-        return max(0, cdiv(num_tokens, manager.block_size) - len(manager.req_to_blocks.get(request_id, ()))) + 1
+        drafts = getattr(manager.kv_cache_spec, "num_speculative_blocks", 0)
+        return max(0, cdiv(num_tokens, manager.block_size) - len(manager.req_to_blocks.get(request_id, ()))) + 1 + drafts
+
+    def _free_blocks(self) -> Iterator[Any]:
+        """In the order in which they are handed out."""
+        free = self.block_pool.free_block_queue
+        block = free.fake_free_list_head.next_free_block
+        while block is not free.fake_free_list_tail:
+            yield block
+            block = block.next_free_block
 
     def _on_host(self, coming: int, most: int) -> int:
         """How many of the next `coming` blocks have their rows on the host; `most` if there are more."""
-        free = self.block_pool.free_block_queue
-        block, far = free.fake_free_list_head.next_free_block, 0
-        while block is not free.fake_free_list_tail and coming and far < most:
-            far, coming, block = far + (block.block_id >= self._near), coming - 1, block.next_free_block
-        return far
+        far = (block for block in islice(self._free_blocks(), coming) if block.block_id >= self._near)
+        return sum(1 for _ in islice(far, most))
+
+    def _put_first(self, count: int) -> None:
+        """Makes up to `count` free blocks with rows on the device the next ones, those that were used longest ago."""
+        blocks = [*islice((block for block in self._free_blocks() if block.block_id < self._near), count)]
+        for block in blocks:
+            self.block_pool.free_block_queue.remove(block)
+        self.block_pool.free_block_queue.prepend_n(blocks)
 
     def add_local_computed_blocks(
         self, request_id: str, new_computed_blocks: Sequence[Any], num_local_computed_tokens: int, *args: Any, **kwargs: Any
@@ -213,6 +231,11 @@ class WindowSpec(SlidingWindowSpec):
     ahead: int = 0
     host_blocks: int = field(default=0, compare=False)
     row_bytes: int = field(default=0, compare=False)
+
+    @property
+    def num_retained_tokens(self) -> int:
+        """0: vLLM (from 0.33 on) may take no block out of a table; which ones are needed depends on a sequence's length."""
+        return 0
 
     def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
         """Most pages of one sequence: its window's, and those that passes in flight will free."""

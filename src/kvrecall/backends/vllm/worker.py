@@ -7,7 +7,7 @@ That is page-locked at the start, ahead of need, or when blocks are handed out."
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -157,7 +157,7 @@ class Worker(StockWorker):
     @torch.inference_mode()
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if self._warms_up:
-            use_few_blocks(scheduler_output)
+            use_few_blocks(scheduler_output, EngineState.of(self.vllm_config).groups_of_windows)
         engine = EngineState.of(self.vllm_config)
         highest = highest_block(scheduler_output, engine.groups_with_rows)
         engine.watch.look()
@@ -167,7 +167,8 @@ class Worker(StockWorker):
             engine.commit(highest + 1)
         restored = getattr(scheduler_output, "restored_pages", {})
         if engine.refused is not None:
-            scheduler_output = left_out(scheduler_output, range(engine.refused, engine.blocks), engine.groups_of_windows)
+            pages = engine.groups_of_windows if engine.division.windows else ()
+            scheduler_output = left_out(scheduler_output, range(engine.refused, engine.blocks), pages)
         if engine.others:
             engine.clear(handed_out_empty(scheduler_output, engine.others))
         told, tokens = scheduler_output, lengths(scheduler_output)
@@ -201,12 +202,12 @@ def lengths(scheduler_output: Any) -> dict[str, int]:
     return {name: computed[name] + count for name, count in told.num_scheduled_tokens.items()}
 
 
-def use_few_blocks(scheduler_output: Any) -> None:
+def use_few_blocks(scheduler_output: Any, windows: Collection[int]) -> None:
     """Gives the requests of a pass one block per cache group, 0 for the first: others may not have memory yet. Each group needs
-    its own, because a block is the same memory for all groups."""
+    its own, because a block is the same memory for all groups but those of windows, which get 0."""
 
     def own(ids: Sequence[Sequence[int]]) -> tuple[list[int], ...]:
-        return tuple([group] * len(each) for group, each in enumerate(ids))
+        return tuple([0 if group in windows else group] * len(each) for group, each in enumerate(ids))
 
     cached = scheduler_output.scheduled_cached_reqs
     for new in scheduler_output.scheduled_new_reqs:
