@@ -210,8 +210,8 @@ class Decoding:
         if len(self.steps) >= self._most - self._prompt:
             stops = [True] * len(tokens)
         for criterion in self._criteria:
-            told = criterion(self.sequences, None).expand(len(tokens)).tolist()
-            stops = [a or b for a, b in zip(stops, told, strict=True)]
+            ends = criterion(self.sequences, None).expand(len(tokens)).tolist()
+            stops = [a or b for a, b in zip(stops, ends, strict=True)]
         self._unfinished = [going and not stop for going, stop in zip(self._unfinished, stops, strict=True)]
         self.ended = not any(self._unfinished)
 

@@ -313,8 +313,8 @@ def _loaded(model: PreTrainedModel, folder: Path) -> tuple[dict[str, Any], Retri
 
 
 def _named(method: Method) -> str:
-    told = ", ".join(f"{name}={value!r}" for name, value in settings_of(method).items())
-    return f"{method.name}({told})"
+    settings = ", ".join(f"{name}={value!r}" for name, value in settings_of(method).items())
+    return f"{method.name}({settings})"
 
 
 def _texts(name: str, given: object) -> list[str]:

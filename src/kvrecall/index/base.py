@@ -216,12 +216,12 @@ class PagedSizes:
 @dataclass(frozen=True)
 class PagedPrompts:
     """The tokens of a pass that belong to prompts, in chunks one behind the other. spans: of each chunk the row of the batch,
-    the first position, and its tokens among these. told: int32 `[n, 4]`, of each chunk its row, how many tokens came before,
+    the first position, and its tokens among these. chunks: int32 `[n, 4]`, of each chunk its row, how many tokens came before,
     its first token in the pass, and its tokens. slots: int64 `[n]`, block * block_size + offset of each token, < 0 for none.
     lengths: int32 `[n]`, tokens of its sequence up to it. blocks: int32 `[b, W]`, block tables of the rows."""
 
     spans: Sequence[tuple[int, int, slice]]
-    told: Tensor
+    chunks: Tensor
     slots: Tensor
     lengths: Tensor
     blocks: Tensor

@@ -25,8 +25,8 @@ def current(settings: Mapping[str, T]) -> dict[str, T]:
     """The settings with their names in place of former names, in the same order. Raises ParameterError if both are given."""
     for former, name in _FORMER.items():
         if former in settings and name in settings:
-            told = f"the setting once, as {name} or by its former name {former}"
-            raise ParameterError(name, told, f"{name} and {former}", f"Remove {former}.")
+            expected = f"the setting once, as {name} or by its former name {former}"
+            raise ParameterError(name, expected, f"{name} and {former}", f"Remove {former}.")
     return {_FORMER.get(key, key): value for key, value in settings.items()}
 
 

@@ -34,8 +34,8 @@ class Counts:
         ours = [layer for layer in made if isinstance(layer, DeviceLayer)]
         if not ours:
             return Counts._on_cpu([layer for layer in made if isinstance(layer, PagedLayer)])
-        told, read = [plan.counts for plan in plans], torch.stack([layer.read for layer in ours]).sum(1)
-        searches, tokens, selected = torch.stack(told).sum(0).tolist() if told else (0, 0, 0)
+        counts, read = [plan.counts for plan in plans], torch.stack([layer.read for layer in ours]).sum(1)
+        searches, tokens, selected = torch.stack(counts).sum(0).tolist() if counts else (0, 0, 0)
         rows = read.tolist()
         sizes = [2 * layer.shape.head_dim * layer.shape.stored_dtype.itemsize for layer in ours]
         heads = sum(layer.shape.kv_heads for layer in ours)

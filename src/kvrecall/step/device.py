@@ -150,9 +150,9 @@ class Chunk:
         return self.past + self.tokens.stop - self.tokens.start
 
     @staticmethod
-    def all_of(told: Any, drafts: int) -> tuple[int, list[Chunk]]:
+    def all_of(common: Any, drafts: int) -> tuple[int, list[Chunk]]:
         """How many of the first rows are decoded, and the chunks behind them, of a pass with chunks as vLLM describes it."""
-        begins, most = told.query_start_loc_cpu.tolist(), told.seq_lens_cpu_upper_bound.tolist()  # exact for prompts
+        begins, most = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu_upper_bound.tolist()  # exact for prompts
         counts = [stop - start for start, stop in pairwise(begins)]
         decodes = next(row for row, count in enumerate(counts) if count > 1 + drafts)
         chunks = [
@@ -251,32 +251,32 @@ class Pass:
         counts = torch.tensor([[c.past, c.among - c.past] for c in self.chunks], dtype=torch.int64, device="cpu")
         begins = counts[:, 1].cumsum(0) - counts[:, 1]
         lengths = (counts[:, 0] - begins).repeat_interleave(counts[:, 1]) + torch.arange(1, last - first + 1, device="cpu")
-        told = [(c.row, c.past, c.tokens.start, c.among - c.past) for c in self.chunks]
-        lengths, told = to_device(self.slots.device, lengths.int(), torch.tensor(told, dtype=torch.int32, device="cpu"))
+        chunks = [(c.row, c.past, c.tokens.start, c.among - c.past) for c in self.chunks]
+        lengths, chunks = to_device(self.slots.device, lengths.int(), torch.tensor(chunks, dtype=torch.int32, device="cpu"))
         spans = [(c.row, c.past, slice(c.tokens.start - first, c.tokens.stop - first)) for c in self.chunks]
-        return PagedPrompts(spans, told, self.slots[first:last], lengths, self.blocks)
+        return PagedPrompts(spans, chunks, self.slots[first:last], lengths, self.blocks)
 
     @staticmethod
-    def of(told: Any, plan: PassPlan, block_size: int, drafts: int, near: float = 0, library: Library | None = None) -> Pass:
+    def of(common: Any, plan: PassPlan, block_size: int, drafts: int, near: float = 0, library: Library | None = None) -> Pass:
         """A pass as vLLM describes it (`CommonAttentionMetadata`). Rows of at most 1 + drafts tokens are decoded. near: the
         first blocks, which have rows on the device; infinity if all of the pass have. library: attends to the window, too.
         Fills the plan. The device reads lengths itself: with asynchronous scheduling the host knows only bounds."""
-        blocks, rows = told.block_table_tensor, len(told.seq_lens)
-        if told.max_query_len <= 1 + drafts:
+        blocks, rows = common.block_table_tensor, len(common.seq_lens)
+        if common.max_query_len <= 1 + drafts:
             # A recorded pass decodes these rows, whatever they are: the last tokens of a prompt, too.
-            decoded = plan.fill(told.query_start_loc, told.seq_lens, blocks, rows)
-            tokens = int(told.query_start_loc_cpu[rows]) if drafts else rows
-            return Pass(tokens, [], plan, decoded, blocks, told.slot_mapping)
-        decodes, chunks = Chunk.all_of(told, drafts)
-        decoded = plan.fill(told.query_start_loc, told.seq_lens, blocks, decodes)
-        own = Pass(chunks[0].tokens.start, chunks, plan, decoded, blocks, told.slot_mapping)
-        return own._divided(told, block_size, near, library)
+            decoded = plan.fill(common.query_start_loc, common.seq_lens, blocks, rows)
+            tokens = int(common.query_start_loc_cpu[rows]) if drafts else rows
+            return Pass(tokens, [], plan, decoded, blocks, common.slot_mapping)
+        decodes, chunks = Chunk.all_of(common, drafts)
+        decoded = plan.fill(common.query_start_loc, common.seq_lens, blocks, decodes)
+        own = Pass(chunks[0].tokens.start, chunks, plan, decoded, blocks, common.slot_mapping)
+        return own._divided(common, block_size, near, library)
 
-    def _divided(self, told: Any, block_size: int, near: float, library: Library | None) -> Pass:
+    def _divided(self, common: Any, block_size: int, near: float, library: Library | None) -> Pass:
         """With what attends to which of its chunks."""
         starts, whole = [chunk for chunk in self.chunks if not chunk.past], 0 if library is None else library.whole
         later = [chunk for chunk in self.chunks if chunk.past and chunk.among >= whole]
-        reads, begins, device = None if library is None else library.reads, told.query_start_loc, self.blocks.device
+        reads, begins, device = None if library is None else library.reads, common.query_start_loc, self.blocks.device
         if near == inf and reads is not None:  # it reads the block tables on the device
             tables, within, here = {}, {chunk.row for chunk in self.chunks}, later
         else:
@@ -288,7 +288,7 @@ class Pass:
         if library is None:
             alone += [(chunk, Past.of([], 0, block_size, near, device)) for chunk in starts]
         runs = [] if library is None else Run.beside(starts, begins)
-        read = [] if reads is None else [(run.tokens, reads(run, told)) for run in Run.beside(here, begins)]
+        read = [] if reads is None else [(run.tokens, reads(run, common)) for run in Run.beside(here, begins)]
         stages = near < inf and len(within) < len(self.chunks)
         return replace(self, alone=alone, runs=runs, reads=read, stages=stages)
 
@@ -344,10 +344,10 @@ class Scratch:
 
 def _divided(shape: LayerShape, scale: float) -> LayerShape:
     """The shape with statistics of keys that were divided by a scale."""
-    told = shape.statistics
-    if told is None or scale == 1:
+    statistics = shape.statistics
+    if statistics is None or scale == 1:
         return shape
-    return replace(shape, statistics=LayerStatistics(told.rotary, told.keys.divided(scale)))
+    return replace(shape, statistics=LayerStatistics(statistics.rotary, statistics.keys.divided(scale)))
 
 
 class DeviceLayer:
@@ -573,7 +573,7 @@ class DeviceLayer:
             Fresh(keys[first:last], values[first:last], *strides), batch.slots[first:], window.slots[first:], staged, held,
             self._host.near if batch.stages else _ALL, recent, self.bad, count, T=_STORED, **sizes,
         )  # fmt: skip
-        tiles, chunks = heads * cdiv(count, _STORED), batch.prompts.told
+        tiles, chunks = heads * cdiv(count, _STORED), batch.prompts.chunks
         if batch.stages:
             with self.aside.launched(staged):
                 launch(held_kernel, (min(tiles, _WRITERS),))(

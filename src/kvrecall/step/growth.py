@@ -33,9 +33,9 @@ class Growth:
     """
 
     def __init__(
-        self, plan: HostPlan, blocks: int, everything: bool, told: Callable[[int], None], near: int = 0
+        self, plan: HostPlan, blocks: int, everything: bool, on_change: Callable[[int], None], near: int = 0
     ) -> None:  # fmt: skip
-        """blocks: that there are. everything: whether all are to have memory as soon as possible. told: is called with the
+        """blocks: that there are. everything: whether all are to have memory as soon as possible. on_change: is called with the
         bytes that are taken, whenever they change. near: blocks with rows in device memory, which are not in that."""
         self.given = max(1, near)
         """Blocks with memory."""
@@ -43,7 +43,7 @@ class Growth:
         """Rows of all layers."""
         self.burst = cdiv(_BURST, plan.block_size)
         """Blocks that the thread keeps ahead."""
-        self._plan, self._blocks, self._everything, self._told = plan, blocks, everything, told
+        self._plan, self._blocks, self._everything, self._on_change = plan, blocks, everything, on_change
         self._near, self._used, self._touched, self._passed = near, 1, self.given, perf_counter()
         self._growing, self._more = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -130,7 +130,7 @@ class Growth:
             self._tell()
 
     def _tell(self) -> None:
-        self._told((self._touched - self._near) * self._plan.block_bytes)
+        self._on_change((self._touched - self._near) * self._plan.block_bytes)
 
     def _take(self, blocks: int) -> None:
         self._touch(blocks)

@@ -73,24 +73,24 @@ class Places:
         long: those that may search soon. ended: have no place any longer."""
         for name in (*ended, *anew):
             self._leave(name)
-        told: dict[int, int] = {}
+        place_of: dict[int, int] = {}
         for name, groups in given.items():
             before, place = self._blocks.get(name, [[]] * len(groups)), self._taken.get(name, -1)
             self._blocks[name] = [[*old, *new][-_KEPT_BLOCKS:] for old, new in zip(before, groups, strict=True)]
-            told |= dict.fromkeys((block for group in groups for block in group), place)
+            place_of |= dict.fromkeys((block for group in groups for block in group), place)
         begun = []
         for name in long:
             if self._free and name not in self._taken and name in self._blocks:
                 self._taken[name] = place = self._free.pop()
                 begun.append(place)
-                told |= dict.fromkeys((block for group in self._blocks[name] for block in group), place)
-        told.pop(0, None)
-        if told or begun:
-            numbers = torch.tensor([*told, *begun], dtype=torch.int64, device="cpu")
-            owners = torch.tensor([*told.values()], dtype=torch.int32, device="cpu")
+                place_of |= dict.fromkeys((block for group in self._blocks[name] for block in group), place)
+        place_of.pop(0, None)
+        if place_of or begun:
+            numbers = torch.tensor([*place_of, *begun], dtype=torch.int64, device="cpu")
+            owners = torch.tensor([*place_of.values()], dtype=torch.int32, device="cpu")
             numbers, owners = to_device(self.since.device, numbers, owners)
-            self.of_block.index_copy_(0, numbers[: len(told)], owners)
-            self.since.index_fill_(0, numbers[len(told) :], self.passes + 1)
+            self.of_block.index_copy_(0, numbers[: len(place_of)], owners)
+            self.since.index_fill_(0, numbers[len(place_of) :], self.passes + 1)
 
     def _leave(self, name: str) -> None:
         self._blocks.pop(name, None)

@@ -140,11 +140,11 @@ class Settings:
             raise CompositionError("vLLM with residency", why, 'Leave it out; with "host_memory": 0 all of them do.')
         if not isinstance(name, str):
             raise ParameterError("method", "a method as text", name, _served())
-        told = spelled(name)
-        name = told.pop("method")
-        if twice := sorted(told.keys() & params.keys()):
+        parsed = spelled(name)
+        name = parsed.pop("method")
+        if twice := sorted(parsed.keys() & params.keys()):
             raise ParameterError("method", f"{twice[0]} once", given["method"], "Give it in the text or as a key beside it.")
-        params |= told
+        params |= parsed
         chosen = method_class(name)
         known = [f.name for f in fields(chosen) if f.name not in _SAME]
         for key, value in params.items():
@@ -178,8 +178,8 @@ class Settings:
         if why := index.why_unpaged_on_gpu():
             raise CompositionError(f"vLLM on a GPU with method={method.name}", why, f"Serve {DEFAULT}.")
         if method.top_k is not None and method.top_k > _MOST_SELECTED:
-            told = f"at most {_MOST_SELECTED} on a GPU"
-            raise ParameterError("top_k", told, method.top_k, "Take fewer, and more local_tokens.")
+            expected = f"at most {_MOST_SELECTED} on a GPU"
+            raise ParameterError("top_k", expected, method.top_k, "Take fewer, and more local_tokens.")
         Parts.of(method)
 
     def check_drafts(self, drafts: int) -> None:
@@ -187,8 +187,8 @@ class Settings:
         no page that the same pass completes."""
         least = drafts + self.index.paged_tokens
         if least > self.method.local_tokens:
-            told = f"at least {least}, for a draft of {drafts} tokens, which are attended in full"
-            raise ParameterError("local_tokens", told, self.method.local_tokens, "Take more.")
+            expected = f"at least {least}, for a draft of {drafts} tokens, which are attended in full"
+            raise ParameterError("local_tokens", expected, self.method.local_tokens, "Take more.")
 
     def check_block_size(self, tokens: int) -> None:
         """Raises ParameterError for an unsupported block size of vLLM."""
@@ -225,8 +225,8 @@ class Parts:
             MOST_PARTS - chosen - sinks - (method.estimate_config() is not None),
         )
         if window > room:
-            told = f"at most {room * DENSE_ROWS} with this top_k and these sinks"
-            raise ParameterError("local_tokens", told, method.local_tokens, "Take fewer.")
+            expected = f"at most {room * DENSE_ROWS} with this top_k and these sinks"
+            raise ParameterError("local_tokens", expected, method.local_tokens, "Take fewer.")
         return Parts(rows, chosen, sinks, window)
 
     @property

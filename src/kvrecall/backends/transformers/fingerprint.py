@@ -57,12 +57,12 @@ def config_digest(config: PretrainedConfig, version: int = VERSION) -> str:
 def _computing(settings: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
     """The settings that may change what a model computes. Those at their defaults are left out, so that a release of
     transformers may add some; so is what models without `layer_types` do."""
-    told: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in settings.items():
         plain = name == "layer_types" and set(value or ()) <= {"full_attention"}
         if value != defaults.get(name) and not plain and not _COMPUTES_NOTHING.fullmatch(str(name)):
-            told[str(name)] = _computing(value, {}) if isinstance(value, dict) else value
-    return told
+            values[str(name)] = _computing(value, {}) if isinstance(value, dict) else value
+    return values
 
 
 @lru_cache

@@ -110,7 +110,7 @@ def own_text(fingerprint: Fingerprint) -> tuple[Path, int] | None:
 
 def write(path: Path, held: StatisticsFile) -> None:
     """Writes a file completely or not at all; makes its folder. Raises OutputFileError."""
-    told = {
+    metadata = {
         "version": VERSION, "config": held.fingerprint.config, "weights": held.fingerprint.weights, "model": held.model,
         "tokens": held.tokens, "different": held.different, "text": held.text,
     }  # fmt: skip
@@ -121,7 +121,7 @@ def write(path: Path, held: StatisticsFile) -> None:
     }
     with written_to(path), PrivateFolder(path.parent, make=True):
         pass
-    write_tensors(path, tensors, {_KEY: json.dumps(told)})
+    write_tensors(path, tensors, {_KEY: json.dumps(metadata)})
 
 
 def read(path: Path, fingerprint: Fingerprint, layers: Mapping[int, tuple[int, int]], text: Any) -> StatisticsFile:
@@ -133,20 +133,20 @@ def read(path: Path, fingerprint: Fingerprint, layers: Mapping[int, tuple[int, i
         if not path.is_file():
             raise ValueError("there is no such file")
         with safe_open(path, framework="pt") as file:
-            told = _metadata(path, (file.metadata() or {}).get(_KEY))
-            own = Fingerprint(told.config, told.weights)
+            metadata = _metadata(path, (file.metadata() or {}).get(_KEY))
+            own = Fingerprint(metadata.config, metadata.weights)
             if not fingerprint.fits(own):
-                raise StatisticsError(path, "statistics of this model", f"those of another one ({told.model[:80]})")
+                raise StatisticsError(path, "statistics of this model", f"those of another one ({metadata.model[:80]})")
             _check_shapes(file, layers)
-            statistics = {number: _statistics(file, number, told.tokens) for number in layers}
-            if unfit := flaw(statistics, told.different, text.vocab_size, text.hidden_size):
+            statistics = {number: _statistics(file, number, metadata.tokens) for number in layers}
+            if unfit := flaw(statistics, metadata.different, text.vocab_size, text.hidden_size):
                 raise ValueError(unfit)
     except StatisticsError:
         raise
     except Exception as error:  # safetensors raises its own types for a broken file
         said = first_mistake(error) if isinstance(error, ValidationError) else error
         raise StatisticsError(path, "a file of key statistics", f"another one ({said})") from None
-    return StatisticsFile(own, told.model, told.tokens, told.different, told.text, statistics)
+    return StatisticsFile(own, metadata.model, metadata.tokens, metadata.different, metadata.text, statistics)
 
 
 def _metadata(path: Path, text: str | None) -> _Metadata:
@@ -154,11 +154,11 @@ def _metadata(path: Path, text: str | None) -> _Metadata:
         raise ValueError("its metadata hold no key statistics")
     if len(text) > _LARGEST_METADATA:
         raise ValueError(f"its metadata have {len(text):,} characters")
-    told: Any = parse_json(text)
-    version = _Version.model_validate(told).version
+    data: Any = parse_json(text)
+    version = _Version.model_validate(data).version
     if version > VERSION:
         raise StatisticsError(path, f"version {VERSION} of the format", f"version {version}", "Use a newer kvrecall.")
-    return _Metadata.model_validate(told)
+    return _Metadata.model_validate(data)
 
 
 def _check_shapes(file: Any, layers: Mapping[int, tuple[int, int]]) -> None:

@@ -139,10 +139,12 @@ class RetrievalBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
         library = self._library if self._engine.whole.possible else None
         return self.metadata(common_attn_metadata, self._engine.near, library)
 
-    def metadata(self, told: Any, near: float = 0, library: Library | None = None) -> RetrievalMetadata:
+    def metadata(self, common: Any, near: float = 0, library: Library | None = None) -> RetrievalMetadata:
         """Of a pass as vLLM describes it. near, library: as for `Pass.of`."""
         size = self.kv_cache_spec.block_size
-        batch = self._batch(told, size) if self.plan is None else Pass.of(told, self.plan, size, self._drafts, near, library)
+        batch = (
+            self._batch(common, size) if self.plan is None else Pass.of(common, self.plan, size, self._drafts, near, library)
+        )
         return RetrievalMetadata(batch, size)
 
     @cached_property
@@ -154,18 +156,18 @@ class RetrievalBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
             return Library(passes.below)
         flash = FlashAttention(shape, size, passes)
 
-        def reads(run: Run, told: Any) -> Attend:
-            lengths, blocks = told.seq_lens[run.rows], told.block_table_tensor[run.rows]
+        def reads(run: Run, common: Any) -> Attend:
+            lengths, blocks = common.seq_lens[run.rows], common.block_table_tensor[run.rows]
             return flash.attend(run.begins, lengths, blocks, run.longest, longest=run.among)
 
         return Library(passes.below, reads)
 
-    def _batch(self, told: Any, size: int) -> Batch:
-        begins, lengths = told.query_start_loc_cpu.tolist(), told.seq_lens.tolist()
+    def _batch(self, common: Any, size: int) -> Batch:
+        begins, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens.tolist()
         prompts = [stop - start > 1 + self._drafts for start, stop in pairwise(begins)]
-        if told.is_prefilling is not None:
-            prompts = [a or b for a, b in zip(prompts, told.is_prefilling.tolist(), strict=False)]
-        return Batch(begins, lengths, prompts, told.block_table_tensor, size, told.slot_mapping.long())
+        if common.is_prefilling is not None:
+            prompts = [a or b for a, b in zip(prompts, common.is_prefilling.tolist(), strict=False)]
+        return Batch(begins, lengths, prompts, common.block_table_tensor, size, common.slot_mapping.long())
 
 
 class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
@@ -303,9 +305,9 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         passes = list(trials(limits, shape.device.type == "cuda"))
         for trial in passes:
             query, key, value = self._layout.random(sum(trial.counts), shape.device)
-            told = FakeMetadata.of(trial, size, limits.longest, shape.device)
-            metadata = builder.metadata(told, library=None if flash is None else Library(0))  # all rows as if on the host
-            recent = WindowMetadata(told.block_table_tensor, told.slot_mapping, causal=causal, chunk=flash)
+            common = FakeMetadata.of(trial, size, limits.longest, shape.device)
+            metadata = builder.metadata(common, library=None if flash is None else Library(0))  # all rows as if on the host
+            recent = WindowMetadata(common.block_table_tensor, common.slot_mapping, causal=causal, chunk=flash)
             output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
             self._run(query, key, value, self._own.kv_cache, metadata, recent, output)
             if flash is not None and max(trial.counts) <= 1 + limits.drafts:  # its kernels, without the library's

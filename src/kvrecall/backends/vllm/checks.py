@@ -18,8 +18,8 @@ _DRAFTS = ("ngram", "suffix")
 
 def drafts_of(vllm_config: Any) -> int:
     """Draft tokens per sequence and decode step."""
-    told = getattr(vllm_config, "speculative_config", None)
-    return 0 if told is None else told.num_speculative_tokens
+    speculation = getattr(vllm_config, "speculative_config", None)
+    return 0 if speculation is None else speculation.num_speculative_tokens
 
 
 def checked(vllm_config: Any) -> Settings:

@@ -410,8 +410,8 @@ class EngineState:
         rest = {n: x for n, x in layers.items() if isinstance(x, AttentionLayerBase) and n not in ours}
         windows = {extract_layer_index(n): rest.pop(n) for n, x in list(rest.items()) if getattr(x, "sliding_window", None)}
         if others := [*rest]:
-            told = "kvrecall: statistics of keys are less exact: %s and %d more layers of other backends take no part"
-            _log.warning(told, others[0], len(others) - 1)
+            message = "kvrecall: statistics of keys are less exact: %s and %d more layers of other backends take no part"
+            _log.warning(message, others[0], len(others) - 1)
         self.observer = Observer()
         try:
             rotaries = {impl.number: self._rotaries.layers[impl.number].rotary for impl in self.impls}

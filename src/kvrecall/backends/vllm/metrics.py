@@ -128,10 +128,10 @@ class CounterWriter:
 class _Counted(Collector):
     def collect(self) -> Iterator[CounterMetricFamily]:
         """The metrics, once per request to `/metrics`."""
-        told = by_engine(Path(os.environ.get(_FOLDER, os.devnull)))
+        totals = by_engine(Path(os.environ.get(_FOLDER, os.devnull)))
         for field, (name, text) in _METRICS.items():
             family = CounterMetricFamily(f"kvrecall:{name}", text, labels=["engine"])
-            for engine, counts in sorted(told.items()):
+            for engine, counts in sorted(totals.items()):
                 family.add_metric([engine], counts[field])
             yield family
 

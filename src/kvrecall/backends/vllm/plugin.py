@@ -32,8 +32,8 @@ def register() -> None:
         from vllm.platforms import current_platform
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
     except ImportError as error:
-        told = f"this vLLM lacks what it needs ({error}). Tested are {', '.join(TESTED)}."
-        warnings.warn(f"kvrecall's attention backend is not registered: {told}", RuntimeWarning, stacklevel=2)
+        reason = f"this vLLM lacks what it needs ({error}). Tested are {', '.join(TESTED)}."
+        warnings.warn(f"kvrecall's attention backend is not registered: {reason}", RuntimeWarning, stacklevel=2)
         return
     if not AttentionBackendEnum.CUSTOM.is_overridden():
         register_backend(AttentionBackendEnum.CUSTOM, _BACKEND)
@@ -49,8 +49,8 @@ def _tell_version() -> None:
     from vllm import __version__
 
     if ".".join(__version__.split(".")[:2]) not in TESTED:
-        told = f"kvrecall is tested with vLLM {', '.join(TESTED)}, and this is {__version__}. Check its answers."
-        warnings.warn(told, RuntimeWarning, stacklevel=2)
+        message = f"kvrecall is tested with vLLM {', '.join(TESTED)}, and this is {__version__}. Check its answers."
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 def is_own(member: Any) -> bool:

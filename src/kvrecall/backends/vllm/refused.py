@@ -20,9 +20,9 @@ _SCHEDULERS = "kvrecall.backends.vllm.scheduler"
 
 def choose_scheduler(config: Any) -> None:
     """Makes vLLM take kvrecall's scheduler, unless another one was chosen."""
-    told = config.scheduler_config
-    if told.scheduler_cls is None:
-        told.scheduler_cls = f"{_SCHEDULERS}.{'AsyncScheduler' if told.async_scheduling else 'Scheduler'}"
+    scheduler = config.scheduler_config
+    if scheduler.scheduler_cls is None:
+        scheduler.scheduler_cls = f"{_SCHEDULERS}.{'AsyncScheduler' if scheduler.async_scheduling else 'Scheduler'}"
 
 
 def is_own(scheduler: Any) -> bool:
@@ -59,24 +59,24 @@ def left_out(scheduler_output: Any, blocks: range, windows: Collection[int]) -> 
             [0 if b in blocks and number not in windows else b for b in ids] for number, ids in enumerate(groups)
         )
 
-    told = copy(scheduler_output)
-    told.scheduled_new_reqs = [copy(new) for new in told.scheduled_new_reqs]
-    for new in told.scheduled_new_reqs:
+    output = copy(scheduler_output)
+    output.scheduled_new_reqs = [copy(new) for new in output.scheduled_new_reqs]
+    for new in output.scheduled_new_reqs:
         new.block_ids = kept(new.block_ids)
-    told.scheduled_cached_reqs = cached = copy(told.scheduled_cached_reqs)
+    output.scheduled_cached_reqs = cached = copy(output.scheduled_cached_reqs)
     cached.new_block_ids = [kept(groups) for groups in cached.new_block_ids]
-    return told
+    return output
 
 
 def beginning(scheduler_output: Any) -> dict[str, tuple[Sequence[Sequence[int]], int]]:
     """(blocks by cache group, computed tokens) of every sequence that a pass starts after its first tokens, because they are
     cached or the sequence was preempted; by request."""
-    told = scheduler_output
-    cached = told.scheduled_cached_reqs
+    output = scheduler_output
+    cached = output.scheduled_cached_reqs
     again = [
         (name, blocks, computed)
         for name, blocks, computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
         if name in cached.resumed_req_ids and blocks is not None
     ]
-    new = [(each.req_id, each.block_ids, each.num_computed_tokens) for each in told.scheduled_new_reqs]
+    new = [(each.req_id, each.block_ids, each.num_computed_tokens) for each in output.scheduled_new_reqs]
     return {name: (blocks, computed) for name, blocks, computed in [*new, *again] if computed}

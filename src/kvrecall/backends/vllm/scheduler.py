@@ -90,10 +90,10 @@ class _Retrieving:
             ended += self._end(self._too_long(), "it needs more host memory than the system has left for all requests")
         made = super().update_from_output(scheduler_output, model_runner_output)  # pyright: ignore[reportAttributeAccessIssue]
         for request in ended:
-            told = EngineCoreOutput(
+            output = EngineCoreOutput(
                 request_id=request.request_id, new_token_ids=[], finish_reason=request.get_finished_reason()
             )
-            made.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(told)
+            made.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
         return made
 
     def _withdraw(self: Any, blocks: int) -> list[Any]:

@@ -113,8 +113,8 @@ def compute(model: Any, config: Any, observer: Observer, rotaries: Mapping[int, 
     found = {number: _of_all_queries(observer.statistics(number, rotary), text) for number, rotary in rotaries.items()}
     if unfit := flaw(found, len(set(source.ids)), text.vocab_size, text.hidden_size):
         raise StatisticsError(config.model_config.model, "keys that describe a text", unfit, 'Serve "method": "exact".')
-    told = _log.warning if source.random else _log.info
-    told("kvrecall: statistics of the model's keys from %s, %.1f s", source.text, perf_counter() - start)
+    log = _log.warning if source.random else _log.info
+    log("kvrecall: statistics of the model's keys from %s, %.1f s", source.text, perf_counter() - start)
     return {number: LayerStatistics(rotaries[number], own) for number, own in found.items()}
 
 

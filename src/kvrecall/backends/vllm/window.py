@@ -57,15 +57,15 @@ class WindowBuilder(AttentionMetadataBuilder[WindowMetadata]):
         self.reorder_batch_threshold = 1 + self._drafts  # decoding sequences come first in a batch
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> WindowMetadata:
-        told, blocks, passes = common_attn_metadata, common_attn_metadata.block_table_tensor, self._layer.passes
-        begins, lengths, attend = told.query_start_loc, told.seq_lens, None
+        common, blocks, passes = common_attn_metadata, common_attn_metadata.block_table_tensor, self._layer.passes
+        begins, lengths, attend = common.query_start_loc, common.seq_lens, None
         if not passes.possible:
-            return WindowMetadata(blocks, told.slot_mapping)
-        if told.max_query_len <= 1 + self._drafts:
+            return WindowMetadata(blocks, common.slot_mapping)
+        if common.max_query_len <= 1 + self._drafts:
             if passes.now:
-                attend = self._flash.attend(begins, lengths, blocks, told.max_query_len, told.num_actual_tokens)
-            return WindowMetadata(blocks, told.slot_mapping, attend)
-        decodes, chunks = Chunk.all_of(told, self._drafts)
+                attend = self._flash.attend(begins, lengths, blocks, common.max_query_len, common.num_actual_tokens)
+            return WindowMetadata(blocks, common.slot_mapping, attend)
+        decodes, chunks = Chunk.all_of(common, self._drafts)
         if passes.now and decodes:
             attend = self._flash.attend(begins[: decodes + 1], lengths[:decodes], blocks[:decodes], 1 + self._drafts)
         short = (chunk for chunk in chunks if chunk.past and chunk.among < passes.below)
@@ -73,7 +73,7 @@ class WindowBuilder(AttentionMetadataBuilder[WindowMetadata]):
             (run.tokens, self._flash.attend(run.begins, lengths[run.rows], blocks[run.rows], run.longest))
             for run in Run.beside(short, begins)
         ]
-        return WindowMetadata(blocks, told.slot_mapping, attend, reads, self._flash.causal, self._flash)
+        return WindowMetadata(blocks, common.slot_mapping, attend, reads, self._flash.causal, self._flash)
 
     @cached_property
     def _layer(self) -> WindowLayer:

@@ -171,11 +171,11 @@ class Worker(StockWorker):
             scheduler_output = left_out(scheduler_output, range(engine.refused, engine.blocks), pages)
         if engine.others:
             engine.clear(handed_out_empty(scheduler_output, engine.others))
-        told, tokens = scheduler_output, lengths(scheduler_output)
+        tokens, scheduled = lengths(scheduler_output), scheduler_output.num_scheduled_tokens
         if not self._warms_up:
-            give_places(engine, told, tokens)
-        engine.begin_pass(beginning(told), told.num_scheduled_tokens, restored)
-        self._begin(list(tokens.values()), list(told.num_scheduled_tokens.values()))
+            give_places(engine, scheduler_output, tokens)
+        engine.begin_pass(beginning(scheduler_output), scheduled, restored)
+        self._begin(list(tokens.values()), list(scheduled.values()))
         return super().execute_model(scheduler_output, *args, **kwargs)
 
 
@@ -183,23 +183,23 @@ def give_places(engine: EngineState, scheduler_output: Any, tokens: Mapping[str,
     """Gives places in the row caches to sequences that search in this pass. tokens: `lengths` of it."""
     if not engine.places.count:
         return
-    told, cached = scheduler_output, scheduler_output.scheduled_cached_reqs
+    output, cached = scheduler_output, scheduler_output.scheduled_cached_reqs
     given = {name: ids for name, ids in zip(cached.req_ids, cached.new_block_ids, strict=True) if ids}
-    given |= {new.req_id: new.block_ids for new in told.scheduled_new_reqs}
-    anew = [*(new.req_id for new in told.scheduled_new_reqs), *cached.resumed_req_ids]
+    given |= {new.req_id: new.block_ids for new in output.scheduled_new_reqs}
+    anew = [*(new.req_id for new in output.scheduled_new_reqs), *cached.resumed_req_ids]
     whole, groups = whole_below(engine.settings.method), sorted(engine.groups_with_rows)
-    counts, decoded = told.num_scheduled_tokens, 1 + engine.drafts
+    counts, decoded = output.num_scheduled_tokens, 1 + engine.drafts
     long = [name for name, length in tokens.items() if length >= whole and counts[name] <= decoded]
-    ended = [*told.finished_req_ids, *(getattr(told, "preempted_req_ids", None) or ())]
+    ended = [*output.finished_req_ids, *(getattr(output, "preempted_req_ids", None) or ())]
     engine.places.begin_pass({name: [ids[g] for g in groups] for name, ids in given.items()}, anew, long, ended)
 
 
 def lengths(scheduler_output: Any) -> dict[str, int]:
     """Tokens of each sequence of a pass with it; at most so many, if drafts of passes in flight may be rejected."""
-    told, cached = scheduler_output, scheduler_output.scheduled_cached_reqs
-    computed = {new.req_id: new.num_computed_tokens for new in told.scheduled_new_reqs}
+    output, cached = scheduler_output, scheduler_output.scheduled_cached_reqs
+    computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
     computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    return {name: computed[name] + count for name, count in told.num_scheduled_tokens.items()}
+    return {name: computed[name] + count for name, count in output.num_scheduled_tokens.items()}
 
 
 def use_few_blocks(scheduler_output: Any, windows: Collection[int]) -> None:
@@ -217,16 +217,16 @@ def use_few_blocks(scheduler_output: Any, windows: Collection[int]) -> None:
 
 def highest_block(scheduler_output: Any, groups: Iterable[int]) -> int | None:
     """The highest block id that a pass gives to these cache groups; None without new blocks."""
-    told = scheduler_output
-    given: Iterable[Any] = (*(new.block_ids for new in told.scheduled_new_reqs), *told.scheduled_cached_reqs.new_block_ids)
+    output = scheduler_output
+    given: Iterable[Any] = (*(new.block_ids for new in output.scheduled_new_reqs), *output.scheduled_cached_reqs.new_block_ids)
     return max((max(each[group]) for each in given if each for group in groups if each[group]), default=None)
 
 
 def handed_out_empty(scheduler_output: Any, sizes: dict[int, int]) -> list[int]:
     """Blocks that a pass hands out to the cache groups `sizes` (number: tokens per block), and that hold nothing of theirs."""
-    told = scheduler_output
-    cached = told.scheduled_cached_reqs
-    given = [(new.block_ids, new.num_computed_tokens) for new in told.scheduled_new_reqs]
+    output = scheduler_output
+    cached = output.scheduled_cached_reqs
+    given = [(new.block_ids, new.num_computed_tokens) for new in output.scheduled_new_reqs]
     given += [
         (blocks, computed if name in cached.resumed_req_ids else 0)  # others get new blocks only
         for name, blocks, computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)

@@ -275,12 +275,12 @@ class SphereIndex(Index):
                             self.maps, norms=config.norms)  # fmt: skip
             self._gpu = gpu
         excluded = [0 if ids is None else ids.shape[1] for ids in self._excluded]
-        told = (*self._lengths, *excluded, *sequences, budget.top_k)
-        if self._planned is None or self._planned[0] != told:
+        key = (*self._lengths, *excluded, *sequences, budget.top_k)
+        if self._planned is None or self._planned[0] != key:
             rows = [plan_row(*row) for row in zip(self._lengths, sizes, excluded, strict=True)]
             fires = [int(b in sequences) for b in range(count)]
             plan, fire = (torch.tensor(x, dtype=torch.int32, device=shape.device) for x in (rows, fires))
-            self._planned = (told, plan, fire)
+            self._planned = (key, plan, fire)
         _, plan, fire = self._planned
         every, whole = queries, sequences == list(range(count))
         if not whole:

@@ -93,5 +93,5 @@ def require_on_device(state: LayerState) -> None:
             "Decode uncaptured (capture=None), with fewer tokens, or with a method that searches every layer.",
         )
     if state.store.memory.fp8:
-        told = f"layer {state.layer} searches nothing and its keys and values are in eight bits"
-        raise CaptureError(told, 'Decode uncaptured (capture=None), or make the cache with host_rows="plain".')
+        reason = f"layer {state.layer} searches nothing and its keys and values are in eight bits"
+        raise CaptureError(reason, 'Decode uncaptured (capture=None), or make the cache with host_rows="plain".')

@@ -148,8 +148,8 @@ class Layers:
         if self.plans:
             rows = torch.zeros(self._rows.shape, dtype=torch.int32, device="cpu")
             for t, own in enumerate(rows):
-                told = torch.cat([plan.rows(trial, t).view(-1) for plan in self.plans])
-                own[: len(told)] = told
+                numbers = torch.cat([plan.rows(trial, t).view(-1) for plan in self.plans])
+                own[: len(numbers)] = numbers
             if self._rows.is_cuda:  # from pinned memory the copy is asynchronous; the step before may still run
                 rows = staging(tuple(rows.shape), rows.dtype).copy_(rows)
             self._rows.copy_(rows, non_blocking=True)

@@ -303,10 +303,10 @@ def _check_several(state: LayerState, plan: ZonePlan | None, width: int) -> None
         "collisions count the keys of a sequence": getattr(index, "stage1", None) == "collision",
         f"a window of {state.store.sizes.local_tokens} tokens": state.store.sizes.local_tokens < width,
     }
-    for told, refused in why.items():
+    for reason, refused in why.items():
         if refused:
             remedy = "Decode uncaptured (capture=None), or feed one token at a time."
-            raise CaptureError(f"a step of {width} tokens with layer {state.layer}: {told}", remedy)
+            raise CaptureError(f"a step of {width} tokens with layer {state.layer}: {reason}", remedy)
 
 
 def _static_tokens(state: LayerState) -> list[int]:

@@ -98,8 +98,8 @@ def _check_method(method: Method) -> None:
     if config.gqa == "per_head":  # the kernels make one selection per KV head
         raise CaptureError(f"gqa={config.gqa!r} has no kernel", 'Use another mode, for example "mean_softmax".')
     if method.static_config() is not None and not config.captured.static:
-        told = f"static sets beside a {config.name} index are not captured"
-        raise CaptureError(told, 'Use index="pages", or static=None.')
+        reason = f"static sets beside a {config.name} index are not captured"
+        raise CaptureError(reason, 'Use index="pages", or static=None.')
     if method.prune_config() is not None:
         raise CaptureError("selections are pruned on the host", PLAIN)
     if method.estimate_config() is not None:

@@ -57,8 +57,8 @@ def check_attention(layer: int, attended: Attended, uncaptured: Callable[[Attend
     try:
         expected = uncaptured(attended)
     except torch.OutOfMemoryError as error:
-        told = f"the GPU has no memory for a copy of layer {layer}'s summaries, by which its first captured step is checked"
-        raise CaptureError(told, "Decode uncaptured (capture=None), or reserve fewer tokens.") from error
+        reason = f"the GPU has no memory for a copy of layer {layer}'s summaries, by which its first captured step is checked"
+        raise CaptureError(reason, "Decode uncaptured (capture=None), or reserve fewer tokens.") from error
     _require(f"the attention of layer {layer}", difference(attended.out, expected), TOLERANCE)
 
 
@@ -104,5 +104,7 @@ def _answer(state: LayerState, attended: Attended, sequences: list[int]) -> Tens
 
 def _require(what: str, error: float, tolerance: float) -> None:
     if error > tolerance:
-        told = f"in its first replay {what} differs from the uncaptured step by {error:.3f} of its norm, more than {tolerance}"
-        raise CaptureMismatchError(told, _REMEDY)
+        reason = (
+            f"in its first replay {what} differs from the uncaptured step by {error:.3f} of its norm, more than {tolerance}"
+        )
+        raise CaptureMismatchError(reason, _REMEDY)
