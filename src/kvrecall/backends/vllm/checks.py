@@ -89,7 +89,8 @@ def _check_options(config: Any) -> None:
         ),
         "multi-head latent attention": (getattr(model, "use_mla", False), "its cache has no keys of its own"),
         'mamba_cache_mode="align"': (
-            getattr(cache, "mamba_cache_mode", None) == "align", "it copies pages without their rows"
+            getattr(cache, "mamba_cache_mode", None) == "align",
+            "it copies pages without their rows; vLLM takes it for prefix caching, not with --no-enable-prefix-caching",
         ),
         "--disable-hybrid-kv-cache-manager": (
             getattr(getattr(config, "scheduler_config", None), "disable_hybrid_kv_cache_manager", False),

@@ -50,6 +50,9 @@ from kvrecall.step.warmup import Limits
 
 _log = logging.getLogger("vllm.kvrecall")
 
+_TRIAL_BLOCKS = 16
+"""A trial of vLLM uses block 0, or one block per cache group."""
+
 _engine: EngineState | None = None
 """This process's engine; there is one at a time."""
 
@@ -147,8 +150,9 @@ class EngineState:
     def row_blocks(self, blocks: int, shape: LayerShape, block_size: int) -> RowBlocks:
         """Memory for the rows of a layer."""
         growth = self._growth
-        if growth is None:  # for a trial, in block 0
-            return RowBlocks(blocks, shape, block_size, 1, blocks if shape.device.type == "cuda" else 0)
+        if growth is None:  # for a trial: vLLM counts its rows as memory of recorded passes
+            few = min(blocks, _TRIAL_BLOCKS)
+            return RowBlocks(few, shape, block_size, 1, few if shape.device.type == "cuda" else 0)
         made = RowBlocks(blocks, shape, block_size, growth.given, self._near, self.division.row_pages)
         growth.hosts.append(made)
         return made

@@ -65,8 +65,14 @@ class Worker(StockWorker):
     def determine_available_memory(self) -> int:
         """Device bytes for pages, without those for rows. Raises HostMemoryError if one sequence of the longest length does not
         fit."""
-        available, engine, config = super().determine_available_memory(), EngineState.of(self.vllm_config), self.vllm_config
-        groups, size = get_kv_cache_groups(config, self.get_kv_cache_spec()), config.cache_config.block_size
+        engine, config = EngineState.of(self.vllm_config), self.vllm_config
+        cache, override = config.cache_config, config.cache_config.num_gpu_blocks_override
+        cache.num_gpu_blocks_override = None  # or vLLM, from 0.33 on, would try recorded passes over so many blocks
+        try:
+            available = super().determine_available_memory()
+        finally:
+            cache.num_gpu_blocks_override = override
+        groups, size = get_kv_cache_groups(config, self.get_kv_cache_spec()), cache.block_size
         per_block = max(len(group.layer_names) * group.kv_cache_spec.page_size_bytes for group in groups)
         specs, plan = [group.kv_cache_spec for group in groups], engine.host_plan(self.rank)
         needed = needed_blocks(specs, config)
@@ -76,7 +82,6 @@ class Worker(StockWorker):
             most = min(most, plan.blocks)
         if max(most, plan.blocks) < needed:
             raise HostMemoryError((needed - divided(most).near) * plan.block_bytes, plan.limit, engine.longest)
-        override = config.cache_config.num_gpu_blocks_override
         blocks = most if override is None else override
         if blocks > most:  # vLLM does not check it
             raise ParameterError("num_gpu_blocks_override", f"at most {most:,}, whose rows fit", override, "Lower it.")
@@ -139,9 +144,13 @@ class Worker(StockWorker):
 
     @torch.inference_mode()
     def execute_dummy_batch(self, *args: Any, **kwargs: Any) -> Any:
-        EngineState.of(self.vllm_config).begin_pass({}, {}, {})
+        engine = EngineState.of(self.vllm_config)
+        engine.begin_pass({}, {}, {})
         self._begin([], [])
-        return super().execute_dummy_batch(*args, **kwargs)
+        made = super().execute_dummy_batch(*args, **kwargs)
+        if engine.others:
+            engine.clear([0])  # stands for what has left a sliding window
+        return made
 
     def _begin(self, lengths: Sequence[int], scheduled: Sequence[int]) -> None:
         """Chooses the graphs of the next pass (`WholePasses.begin`)."""
