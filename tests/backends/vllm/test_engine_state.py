@@ -278,17 +278,20 @@ def test_requests_that_come_end_and_are_aborted_lose_no_block(home: Path) -> Non
 @pytest.mark.skipif(
     "throttle_prefills" not in signature(Scheduler.schedule).parameters, reason="this vLLM cannot put off sequences that decode"
 )
-@pytest.mark.parametrize("blocks", [200, 40], ids=["room", "scarce"])
-def test_passes_read_prompts_and_decode_in_turns(home: Path, blocks: int) -> None:
-    """As on a GPU, where decoding is recorded. Where memory is scarce, prompts find no room, and others are preempted."""
+@pytest.mark.parametrize("divided", [None, (0, 5)], ids=["room", "scarce"])
+def test_passes_read_prompts_and_decode_in_turns(home: Path, divided: tuple[int, int] | None) -> None:
+    """As on a GPU, where decoding is recorded. Where pages are scarce, prompts find no room, and others are preempted."""
     job, few = {"requests": 30}, {"max_num_seqs": 8, "max_model_len": 1024}
-    made = answers(home, job | {"turns": True}, METHODS["balanced"], num_gpu_blocks_override=blocks, **few)
+    turns = {"turns": True} if divided is None else {"turns": True, "divided": divided}
+    made = answers(
+        home, job | turns, METHODS["balanced"] | {"full_attention_threshold": 200}, num_gpu_blocks_override=60, **few
+    )
     expected = answers(home, job, None, **few)
     both = made["ended"].keys() & expected["ended"].keys()
     assert len(both) > job["requests"] // 4 and all(made["ended"][name] == expected["ended"][name] for name in both)
     counts = {kind: made["passes"].count(kind) for kind in ("prompts", "decodes", "mixed", "nothing")}
     assert counts["prompts"] > 5 and counts["nothing"] < len(made["passes"]) / 8 and made["lost"] == 0
-    if blocks == 40:
+    if divided:
         assert made["preemptions"] > 0
     else:
         assert counts["mixed"] == 0 < expected["passes"].count("mixed"), counts
