@@ -219,7 +219,7 @@ def test_an_engine_tells_what_was_planned(home: Path) -> None:
 
 def test_scarce_blocks_preempt_and_change_nothing(home: Path) -> None:
     job = {"rounds": [prompts([60] * 6, shared=0, seed=2)], "tokens": 600}
-    few = answers(home, job, METHODS["products"], num_gpu_blocks_override=64, max_num_seqs=6, max_model_len=1024)
+    few = answers(home, job, METHODS["products"], num_gpu_blocks_override=24, max_num_seqs=6, max_model_len=1024)
     assert few["preemptions"] > 0
     assert tokens(few) == tokens(answers(home, job, None, max_num_seqs=6))
 
@@ -315,7 +315,8 @@ def test_model_runner_v2_gives_the_same_tokens(home: Path, stock: dict[str, Any]
 @has_v2
 def test_model_runner_v2_preempts_aborts_and_loses_no_block(home: Path) -> None:
     job, few = {"requests": 30}, {"max_num_seqs": 8, "max_model_len": 1024}
-    made = answers(home, job | ON_V2, METHODS["balanced"], num_gpu_blocks_override=30, **few)
+    own = METHODS["balanced"] | {"full_attention_threshold": 200}
+    made = answers(home, job | ON_V2 | {"divided": (0, 5)}, own, num_gpu_blocks_override=60, **few)
     expected = answers(home, job, None, **few)
     assert made["preemptions"] > 0 and len(made["ended"]) > job["requests"] // 2
     assert made["ended"].keys() & expected["ended"].keys()
