@@ -364,7 +364,7 @@ class Bench:
         if self.args.engine != "kvrecall":
             assert not short
             return
-        from kvrecall.step.device import Pass
+        from kvrecall.step.forward_pass import Pass
         from kvrecall.step.stream import Stream
 
         if not hasattr(Bench, "_own"):

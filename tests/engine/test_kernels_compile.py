@@ -278,7 +278,8 @@ def test_a_step_and_prompts_over_blocks_of_vllm(
     launches: dict[str, Any], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     from kvrecall.index.sphere import SphereConfig
-    from kvrecall.step.device import Chunk, DeviceLayer, Pass, Window
+    from kvrecall.step.device import DeviceLayer
+    from kvrecall.step.forward_pass import Chunk, Pass, Window
     from kvrecall.step.places import Places
     from kvrecall.step.plan import PassPlan
     from kvrecall.step.stream import RowBlocks
@@ -296,10 +297,10 @@ def test_a_step_and_prompts_over_blocks_of_vllm(
     layer = DeviceLayer(0, shape, asked, index, AttentionParams(0.1), 3, 900, None, places, drafts)
     plan = PassPlan(3, 900, asked, index, 128, here, drafts, places)
     pages = torch.zeros(9, width_of(index, asked.estimate_config(), shape) * 256, dtype=torch.uint8)
-    layer.bind(pages, RowBlocks(20, shape, 128, near=16 if drafts or eight_bits else 0))
+    layer.bind(pages, RowBlocks(20, shape, 128, near=16 if drafts or eight_bits else 0, pages=18))
     blocks = torch.zeros(3, 8, **ints)
     decoded = plan.fill(torch.tensor([0, 1, 2, 9], **ints), torch.tensor([800, 3, 7], **ints), blocks, 2)
-    window = Window(torch.zeros(9, 2, 16, 2 * dim, dtype=shape.stored_dtype), blocks, torch.zeros(9).long())
+    window = Window(blocks, torch.zeros(9).long())
     queries, keys = torch.zeros(9, 2 * group, dim, dtype=dtype), torch.zeros(9, 2, dim, dtype=dtype)
     whole = Pass(2, [Chunk(2, slice(2, 9), 5)], plan, decoded, blocks, torch.zeros(9).long())
 
@@ -343,7 +344,8 @@ def test_a_step_and_prompts_over_blocks_of_vllm(
 def test_pages_and_tokens_over_blocks(
     dim: int, index: str, heads: int, dtype: torch.dtype, capability: int, launches: dict[str, Any]
 ) -> None:
-    from kvrecall.step.device import Chunk, DeviceLayer, Pass, Window
+    from kvrecall.step.device import DeviceLayer
+    from kvrecall.step.forward_pass import Chunk, Pass, Window
     from kvrecall.step.places import Places
     from kvrecall.step.plan import PassPlan
     from kvrecall.step.stream import RowBlocks
@@ -360,7 +362,7 @@ def test_pages_and_tokens_over_blocks(
     layer.bind(pages, RowBlocks(9, shape, 128, near=heads))
     blocks = torch.zeros(3, 8, **ints)
     decoded = plan.fill(torch.tensor([0, 1, 2, 99], **ints), torch.tensor([800, 3, 97], **ints), blocks, 2)
-    window = Window(torch.zeros(9, heads, 16, 2 * dim, dtype=dtype), blocks, torch.zeros(99).long())
+    window = Window(blocks, torch.zeros(99).long())
     queries, keys = torch.zeros(99, 4 * heads, dim, dtype=dtype), torch.zeros(99, heads, dim, dtype=dtype)
     whole = Pass(2, [Chunk(2, slice(2, 99), 0)], plan, decoded, blocks, torch.zeros(99).long())
     layer.store(keys, keys, whole, window)

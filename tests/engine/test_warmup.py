@@ -15,7 +15,8 @@ import kvrecall
 from kvrecall.attend import cudnn
 from kvrecall.core.structs import AttentionParams
 from kvrecall.methods.base import Method
-from kvrecall.step.device import DeviceLayer, Pass, Window, searched_together
+from kvrecall.step.device import DeviceLayer, searched_together
+from kvrecall.step.forward_pass import Pass, Window
 from kvrecall.step.places import Places
 from kvrecall.step.plan import PassPlan
 from kvrecall.step.stream import PLACES, STREAMED_TOKENS, RowBlocks
@@ -26,7 +27,7 @@ from tests.index.sphere.with_statistics import Model
 pytest.importorskip("triton", reason="Triton is only there on Linux")
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 
-HEADS, GROUP, DIM, BLOCK, PAGE, LONGEST, MOST, CHUNK = 2, 4, 64, 128, 16, 1900, 40, 600
+HEADS, GROUP, DIM, BLOCK, LONGEST, MOST, CHUNK = 2, 4, 64, 128, 1900, 40, 600
 METHOD = kvrecall.methods.get(
     "pariskv-balanced", top_k=20, sink_tokens=16, local_tokens=64, estimate="page-means:page_tokens=32"
 )
@@ -45,17 +46,16 @@ class Passes:
         self.plan = PassPlan(MOST, LONGEST, method, index, BLOCK, here, drafts, places)
         self.layer.bind(
             torch.zeros(3, width_of(index, method.estimate_config(), shape) * BLOCK * HEADS, dtype=torch.uint8),
-            RowBlocks(3, shape, BLOCK),
+            RowBlocks(3, shape, BLOCK, pages=3),
         )
         whole = torch.empty(2, (GROUP + 2) * HEADS, DIM, dtype=torch.bfloat16)  # one product gives all three
         self.layout = Layout.of(whole.split([GROUP * HEADS, HEADS, HEADS], 1))
-        self.window = torch.zeros(9, HEADS, PAGE, 2 * DIM, dtype=torch.bfloat16)
 
     def run(self, trial: Trial) -> None:
         here = torch.device("cpu")
         q, k, v = self.layout.random(sum(trial.counts), here)
-        told, near = (FakeMetadata.of(trial, size, LONGEST, here) for size in (BLOCK, PAGE))
-        window = Window(self.window, near.block_table_tensor, near.slot_mapping)
+        told = FakeMetadata.of(trial, BLOCK, LONGEST, here)
+        window = Window(told.block_table_tensor, told.slot_mapping)
         self.layer.forward(q, k, v, Pass.of(told, self.plan, BLOCK, self.drafts), window, torch.zeros(q.shape, dtype=q.dtype))
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvrecall.step.device import OwnChunkAttention
+from kvrecall.step.forward_pass import OwnChunkAttention
 from tests.step import test_paged as paged
 from tests.step.on_device import Device, attend_pages, stored
 from tests.step.test_paged import BLOCKS, SIZE, cut, dense, tokens

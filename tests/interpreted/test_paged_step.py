@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.step.counts import Counts, forget
-from kvrecall.step.device import Chunk, Pass, Past, Run, Window
+from kvrecall.step.forward_pass import Chunk, Pass, Past, Run, Window
 from kvrecall.step.warmup import FakeMetadata, Layout, Limits, trials
 from tests.step import test_paged as paged
 from tests.step.on_device import MOST, Device, stored
@@ -348,7 +348,7 @@ def test_warming_up_changes_no_block_of_a_sequence_and_no_answer() -> None:
         for trial in trials(limits, gpu=True):
             q, k, v = Layout.contiguous(SHAPE).random(sum(trial.counts), device.on)
             told = FakeMetadata.of(trial, SIZE, limits.longest, device.on)
-            window = Window(device.pages, told.block_table_tensor, told.slot_mapping)
+            window = Window(told.block_table_tensor, told.slot_mapping)
             device.layer.forward(q, k, v, Pass.of(told, device.plan, SIZE, drafts), window, torch.empty_like(q))
         for old, new in zip(before, (device.pages, rows(), device.layer_pages), strict=True):
             assert torch.equal(old[1:].nan_to_num(7), new[1:].nan_to_num(7))

@@ -15,7 +15,8 @@ from kvrecall.attend import attend_causal
 from kvrecall.attend.reference import attend_rows
 from kvrecall.core.structs import AttentionParams, Rows
 from kvrecall.step.capacity import Division
-from kvrecall.step.device import Attend, DeviceLayer, Library, Pass, Run, Window
+from kvrecall.step.device import DeviceLayer
+from kvrecall.step.forward_pass import Attend, Library, Pass, Run, Window
 from kvrecall.step.places import Places
 from kvrecall.step.plan import PassPlan
 from kvrecall.step.settings import Settings, whole_below
@@ -154,7 +155,7 @@ class Device:
             torch.cat([*(text[i] for text in new.values()), *[next(iter(new.values()))[i][:1]] * rows]).to(self.on)
             for i in range(3)
         )
-        out, window = torch.full_like(q, float("nan")), Window(self.pages, recent, torch.tensor(near, device=self.on))
+        out, window = torch.full_like(q, float("nan")), Window(recent, torch.tensor(near, device=self.on))
         if self.library:
             short = Run.beside((c for c in asked.chunks if c.past and c.among < self._below), starts)
             reads = [

@@ -417,11 +417,11 @@ def store_kernel(
     fresh, p_slots, p_window_slots, p_staged, held, NEAR, window, p_bad, tokens,
     BLOCK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Program (T tokens, KV head): stores tokens of prompts in the window's pages, and in their blocks if these are among the
-    first NEAR ones. Others go to staged `[HEADS, tokens, 2, D]`.
+    """Program (T tokens, KV head): stores tokens of prompts in their blocks if these are among the first NEAR ones, which are
+    their own pages of the window. Others go to staged `[HEADS, tokens, 2, D]` and to the window's pages.
 
     slots, window_slots int64: block * tokens of a block + offset, < 0 for none, as in vLLM. bad[0] becomes 1 if a row is not
-    finite; other arguments as in `paged_step_kernel`. Bytes: 4 D read, and up to 8 D written.
+    finite; other arguments as in `paged_step_kernel`. Bytes: 4 D read, and 4 D written, 8 D for blocks on the host.
     """
     o_t, i_kv, o_d = tl.program_id(0) * T + tl.arange(0, T), tl.program_id(1), tl.arange(0, BD)
     m_t, m_d = o_t < tokens, (o_d < D)[None, :]
@@ -438,7 +438,7 @@ def store_kernel(
     p_row = tl.where(m_near[:, None], held.pool + o_held[:, None], p_staged + o_staged[:, None]) + o_d[None, :]
     tl.store(p_row, b_k, mask=m_row)
     tl.store(p_row + D, b_v, mask=m_row)
-    m_recent = (b_recent >= 0)[:, None] & m_row
+    m_recent = ((b_recent >= 0) & (b_slot // BLOCK >= NEAR))[:, None] & m_row
     o_recent = b_recent // window.PAGE * window.BLOCK + i_kv * window.HEAD + b_recent % window.PAGE * window.TOKEN
     p_here = window.rows + o_recent[:, None] + o_d[None, :]
     tl.store(p_here, b_k, mask=m_recent)

@@ -28,7 +28,7 @@ from kvrecall.core.structs import AttentionParams
 from kvrecall.engine.memory import VllmPlan, plan_vllm
 from kvrecall.index.base import LayerShape
 from kvrecall.index.statistics import KeyStatistics
-from kvrecall.step.device import Pass
+from kvrecall.step.forward_pass import Pass
 from kvrecall.step.summaries import check_rows, scale_of
 
 SMALL = {"sink_tokens": 16, "local_tokens": 64, "full_attention_threshold": 0}

@@ -32,14 +32,15 @@ from kvrecall.backends.vllm.checks import WORKER
 from kvrecall.backends.vllm.engine_state import EngineState
 from kvrecall.backends.vllm.plugin import own_name
 from kvrecall.backends.vllm.whole import FlashAttention, why_not
-from kvrecall.backends.vllm.window import PassWindow, WindowLayer, WindowMetadata
+from kvrecall.backends.vllm.window import PassWindow, WindowLayer
 from kvrecall.backends.vllm.window_pages import SUFFIX
 from kvrecall.core.errors import CompositionError, ParameterError
 from kvrecall.core.structs import AttentionParams
 from kvrecall.index.base import LayerShape, with_statistics
 from kvrecall.index.statistics import LayerStatistics
 from kvrecall.methods.base import HEAD_DIMS
-from kvrecall.step.device import Attend, DeviceLayer, Library, Pass, Run
+from kvrecall.step.device import DeviceLayer
+from kvrecall.step.forward_pass import Attend, Library, Pass, Run, Window
 from kvrecall.step.paged import Batch, PagedLayer
 from kvrecall.step.plan import PassPlan
 from kvrecall.step.refill import refill
@@ -258,7 +259,7 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         return output
 
     def _run(
-        self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, metadata: RetrievalMetadata, recent: WindowMetadata,
+        self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, metadata: RetrievalMetadata, recent: Window,
         output: Tensor,
     ) -> None:  # fmt: skip
         batch = metadata.batch
@@ -266,8 +267,7 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         self._engine.compile_kernels()
         if isinstance(batch, Pass):
             assert isinstance(self._layer, DeviceLayer)
-            window = recent.of(self._host.device_rows.flatten(-2))
-            self._layer.forward(query, key, value, batch, window, output, self._refill)
+            self._layer.forward(query, key, value, batch, recent, output, self._refill)
             if self.number == self._engine.last:
                 self._layer.aside.join()
             return
@@ -307,7 +307,7 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
             query, key, value = self._layout.random(sum(trial.counts), shape.device)
             common = FakeMetadata.of(trial, size, limits.longest, shape.device)
             metadata = builder.metadata(common, library=None if flash is None else Library(0))  # all rows as if on the host
-            recent = WindowMetadata(common.block_table_tensor, common.slot_mapping, causal=causal, chunk=flash)
+            recent = Window(common.block_table_tensor, common.slot_mapping, causal=causal, chunk=flash)
             output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
             self._run(query, key, value, self._own.kv_cache, metadata, recent, output)
             if flash is not None and max(trial.counts) <= 1 + limits.drafts:  # its kernels, without the library's

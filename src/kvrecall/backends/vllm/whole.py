@@ -22,7 +22,7 @@ from torch import Tensor
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import AttentionParams, Partial
 from kvrecall.index.base import LayerShape
-from kvrecall.step.device import Attend, copied
+from kvrecall.step.forward_pass import Attend, copied
 
 _SPLITS = 32
 """Most parts in which a recorded call divides a sequence; their number is chosen for each pass, from its lengths."""
@@ -109,21 +109,21 @@ class FlashAttention:
     def causal(
         self, queries: Tensor, keys: Tensor, values: Tensor, begins: Tensor, longest: int, params: AttentionParams, out: Tensor
     ) -> None:  # fmt: skip
-        """Tokens of several sequences attend to those before them (`device.Window`)."""
+        """Tokens of several sequences attend to those before them (`forward_pass.Window`)."""
         self._library.flash_attn_varlen_func(
             q=queries, k=keys, v=values, out=out, cu_seqlens_q=begins, max_seqlen_q=longest, cu_seqlens_k=begins,
             max_seqlen_k=longest, softmax_scale=params.scaling, causal=True, softcap=params.softcap, fa_version=self._version,
         )  # fmt: skip
 
     def own(self, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Partial:
-        """As `device.ChunkAttention`."""
+        """As `forward_pass.ChunkAttention`."""
         span = _span(len(queries), queries.device)
         return self._part(queries, keys, values, params, cu_seqlens_k=span, max_seqlen_k=len(keys), causal=True)
 
     def past(
         self, queries: Tensor, rows: Tensor, blocks: Tensor | None, tokens: int, params: AttentionParams
     ) -> Iterator[Partial]:
-        """As `device.ChunkAttention`. Rows in another dtype are copied."""
+        """As `forward_pass.ChunkAttention`. Rows in another dtype are copied."""
         alike = rows.dtype == queries.dtype
         parts = [(rows, tokens)] if alike else copied(rows, blocks, tokens, queries.dtype)
         for held, count in parts if tokens else ():

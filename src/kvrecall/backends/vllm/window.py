@@ -8,8 +8,7 @@ Each attention layer has a window layer, which vLLM treats as a sliding-window l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -25,28 +24,11 @@ from kvrecall.backends.vllm.window_pages import WindowSpec, passes_of
 from kvrecall.core.launch import cdiv
 from kvrecall.index.base import LayerShape
 from kvrecall.step.capacity import Division, ahead_of
-from kvrecall.step.device import Attend, Causal, Chunk, ChunkAttention, Run, Window
+from kvrecall.step.forward_pass import Chunk, Run, Window
 from kvrecall.step.stream import RowBlocks
 
 
-@dataclass(frozen=True)
-class WindowMetadata:
-    """A pass: block tables int32 `[b, W]` of the window's pages, slots int64 `[T]`, and a library's attention
-    (`device.Window`)."""
-
-    blocks: Tensor
-    slots: Tensor
-    attend: Attend | None = None
-    reads: Sequence[tuple[slice, Attend]] = ()
-    causal: Causal | None = None
-    chunk: ChunkAttention | None = None
-
-    def of(self, rows: Tensor) -> Window:
-        """The window with these rows."""
-        return Window(rows, self.blocks, self.slots, self.attend, self.reads, self.causal, self.chunk)
-
-
-class WindowBuilder(AttentionMetadataBuilder[WindowMetadata]):
+class WindowBuilder(AttentionMetadataBuilder[Window]):
     """Passes vLLM's metadata on, and plans the attention of passes in which no sequence searches."""
 
     _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
@@ -56,15 +38,15 @@ class WindowBuilder(AttentionMetadataBuilder[WindowMetadata]):
         self._drafts = drafts_of(vllm_config)
         self.reorder_batch_threshold = 1 + self._drafts  # decoding sequences come first in a batch
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> WindowMetadata:
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Window:
         common, blocks, passes = common_attn_metadata, common_attn_metadata.block_table_tensor, self._layer.passes
         begins, lengths, attend = common.query_start_loc, common.seq_lens, None
         if not passes.possible:
-            return WindowMetadata(blocks, common.slot_mapping)
+            return Window(blocks, common.slot_mapping)
         if common.max_query_len <= 1 + self._drafts:
             if passes.now:
                 attend = self._flash.attend(begins, lengths, blocks, common.max_query_len, common.num_actual_tokens)
-            return WindowMetadata(blocks, common.slot_mapping, attend)
+            return Window(blocks, common.slot_mapping, attend)
         decodes, chunks = Chunk.all_of(common, self._drafts)
         if passes.now and decodes:
             attend = self._flash.attend(begins[: decodes + 1], lengths[:decodes], blocks[:decodes], 1 + self._drafts)
@@ -73,7 +55,7 @@ class WindowBuilder(AttentionMetadataBuilder[WindowMetadata]):
             (run.tokens, self._flash.attend(run.begins, lengths[run.rows], blocks[run.rows], run.longest))
             for run in Run.beside(short, begins)
         ]
-        return WindowMetadata(blocks, common.slot_mapping, attend, reads, self._flash.causal, self._flash)
+        return Window(blocks, common.slot_mapping, attend, reads, self._flash.causal, self._flash)
 
     @cached_property
     def _layer(self) -> WindowLayer:
@@ -148,7 +130,7 @@ class PassWindow:
     """The window of one layer in one pass on a CPU (`paged.Window`). Blocks below `division.near` hold their rows, all if there
     are no pages for windows."""
 
-    def __init__(self, host: RowBlocks, division: Division, metadata: WindowMetadata) -> None:
+    def __init__(self, host: RowBlocks, division: Division, metadata: Window) -> None:
         self._host, self._blocks, self._slots, self._size = host, metadata.blocks, metadata.slots, host.block_size
         self._first = division.first_page if division.windows else division.blocks
 

@@ -123,9 +123,10 @@ class WindowManager(SlidingWindowManager):
         if free < most:
             managers = self._blocks, *self._others
             coming = len(found) + sum(self._coming(manager, request_id, num_tokens) for manager in managers)
-            if free < self._on_host(coming, most):
+            if (far := self._on_host(coming, most)) > free:
                 self._put_first(coming)
-            most = self._on_host(coming, most)
+                far = self._on_host(coming, most)
+            most = far
         return 0 if free >= most else self.block_pool.num_gpu_blocks + 1
 
     @staticmethod
