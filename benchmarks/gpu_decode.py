@@ -226,7 +226,7 @@ def fill(cache: RetrievalCache, tokens: int, batch: int, room: int, source: Gaus
     cache.reserve(tokens + room, batch)
     for layer in cache.retrieval_layers:
         for b in range(batch):
-            _add(layer, tokens, batch, b, source)
+            _add(cache, layer, tokens, batch, b, source)
         layer._logical = tokens
 
 
@@ -239,13 +239,13 @@ def _statistics(model: LlamaForCausalLM, source: Gaussian) -> ModelStatistics:
     return ModelStatistics(found)
 
 
-def _add(layer: RetrievalLayer, tokens: int, batch: int, b: int, source: Gaussian) -> None:
+def _add(cache: RetrievalCache, layer: RetrievalLayer, tokens: int, batch: int, b: int, source: Gaussian) -> None:
     """One sequence; a function of its own, so that its keys are gone before the next one's are made."""
     keys, values = source.rows(layer.number, b, tokens)
     known = min(tokens, _KNOWN)
     queries = source.asked(layer.number, b, known)
     if layer.state is None:
-        layer._begin(*(x[None, :, :1].expand(batch, -1, -1, -1) for x in (queries, keys)))
+        layer._begin(cache, *(x[None, :, :1].expand(batch, -1, -1, -1) for x in (queries, keys)))
     assert layer.state is not None
     layer.state.absorb(b, layer.state.store.append_chunk(b, keys, values))
     _observe(layer.state, b, tokens, source)

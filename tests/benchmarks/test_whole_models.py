@@ -21,6 +21,8 @@ from benchmarks.full_decode import DOES_NOT_FIT, Full, full_bytes, full_step
 from benchmarks.gpu_decode import Retrieval
 from benchmarks.inputs import Gaussian, Traced, Turning
 from benchmarks.verify import COMPILED_TOLERANCE, check_compiled
+from kvrecall.backends.transformers import RetrievalCache
+from kvrecall.backends.transformers.families import ModelSignature
 from kvrecall.core.errors import HostMemoryError, ParameterError
 from kvrecall.evaluate.trace import LayerTrace, Trace, TraceInfo
 
@@ -235,3 +237,18 @@ def test_rounds_of_calls_are_timed_one_after_another() -> None:
         assert 0 < row.first_token_s < row.wall_s and 0 < row.median_ms <= row.longest_ms
         assert row.first_token_s * 1e3 + row.ms_per_token * 5 >= row.longest_ms
     gpu_generate._session.cache_clear()
+
+
+def test_a_cache_is_filled_as_a_prompt_fills_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_decode, "_check_device", lambda *_: None)
+    model, method = on_cpu("tiny", 2, 700), models.method_of("balanced-512-rest-reuse", 700)
+    source = Gaussian(ModelSignature("llama", 2, 4, 2, 128), "cpu")
+    cache = RetrievalCache(model.config, method)
+    cache.statistics = gpu_decode._statistics(model, source)
+    gpu_decode.fill(cache, 700, 2, 8, source)
+    assert cache.get_seq_length() == 700
+    for layer in cache.retrieval_layers:
+        assert layer.state is not None
+        store = layer.state.store
+        held = [pool.length + near for pool, near in zip(store.host, store.resident.lengths, strict=True)]
+        assert held == [700, 700] and store.host[0].length > 0

@@ -101,10 +101,10 @@ class RetrievalLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: `attend` makes the state, because only queries show how many query heads this process has."""
 
-    def _begin(self, queries: Tensor, keys: Tensor) -> None:
-        """Makes an empty state for this process's heads; under tensor parallelism they are a part of the model's."""
+    def _begin(self, cache: Any, queries: Tensor, keys: Tensor) -> None:
+        """Makes an empty state for this process's heads; under tensor parallelism they are a part of the model's.
+        cache: its `CacheState`."""
         b, heads, _, dim = keys.shape
-        cache = self.running.cache
         known = self._statistics(cache, heads, dim)
         shape = LayerShape(b, queries.shape[1], heads, dim, keys.dtype, keys.device, known, fp8_rows=cache.fp8_rows)
         with explained(self.number, shape, cache.method, max(cache.reserved_tokens, keys.shape[2])):
@@ -181,7 +181,7 @@ class RetrievalLayer(CacheLayerMixin):
         if cache.on_queries is not None:
             cache.on_queries(self.number, queries)
         if self.state is None:
-            self._begin(queries, keys)
+            self._begin(cache, queries, keys)
         shape = self._ready().shape
         if queries.shape[1] != shape.query_heads:
             raise CacheModelError(f"{shape.query_heads} query heads", f"{queries.shape[1]} query heads")
