@@ -223,7 +223,8 @@ def main() -> None:
     found = run(served, [[*requests(client, args.each, args.think)] for client in range(args.clients)])
     preempted = int(sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions"))
     told = {
-        f"{args.cache_dtype} keys and values": args.cache_dtype != "auto", args.kvrecall.strip("{}"): args.kvrecall != "{}",
+        f"{args.cache_dtype} keys and values": args.cache_dtype != "auto",
+        args.kvrecall.strip("{}"): args.engine == "kvrecall" and args.kvrecall != "{}",
         f"{args.offload_gib:g} GiB of vLLM's own offloading": args.offload_gib,
         f"{args.cache_gib:g} GiB of pages": args.cache_gib, f"lengths times {args.scale:g}": args.scale != 1,
         f"embeddings at a cosine of {args.alike:g}": args.alike,

@@ -254,6 +254,8 @@ class Bench:
                 reused = 1 - done["fetched_rows"] / done["selected_rows"]
             if done["searches"] != searches:
                 note = f"{note} searches: {done['searches']} of {searches};".strip()
+        if self.args.engine == "kvrecall" and self.args.kvrecall != "{}":
+            note = f"{note} {self.args.kvrecall.strip('{}')};".strip()
         if self.args.cache_dtype != "auto":
             note = f"{note} {self.args.cache_dtype} keys and values;".strip()
         if self.args.alike:

@@ -13,6 +13,7 @@ from kvrecall import methods, parts
 from kvrecall.core.errors import KVRecallError
 from kvrecall.methods.base import PLACES
 from kvrecall.select.gqa import GQA_MODES
+from kvrecall.step.settings import why_unserved
 
 PAGE = Path(__file__).parent.parent / "docs" / "methods" / "composition.md"
 BEGIN, END = "<!-- made by scripts/composition_table.py -->", "<!-- end -->"
@@ -28,8 +29,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 
 def systems() -> list[str]:
-    """One row per published system: the parts it names."""
-    lines = ["| method | index | trigger | static | GQA | prune | fetch | attends on |", "|---" * 8 + "|"]
+    """One row per published system: the parts it names, and whether vLLM serves it, or why not."""
+    lines = ["| method | index | trigger | static | GQA | prune | fetch | attends on | vLLM |", "|---" * 9 + "|"]
     for name in methods.names():
         made = methods.get(name)
         index = made.index_config()
@@ -38,7 +39,9 @@ def systems() -> list[str]:
             place = "host" if made.attends_on_host else "device"
             cells = [made.index_config(), made.trigger_config(), made.static_config() or "–", index.gqa]
             cells += [made.prune_config() or "–", fetch, place]
-            lines.append(f"| `{type(made).__name__}` | " + " | ".join(f"`{c}`".replace("`–`", "–") for c in cells) + " |")
+            own = " | ".join(f"`{c}`".replace("`–`", "–") for c in cells)
+            served = f"no: {reason}" if (reason := why_unserved(made)) else "yes"
+            lines.append(f"| `{type(made).__name__}` | {own} | {served} |")
     return lines
 
 

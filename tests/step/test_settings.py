@@ -13,7 +13,7 @@ from kvrecall.index.page_means import PageMeans
 from kvrecall.methods import registry
 from kvrecall.methods.base import AnyTrigger, Method
 from kvrecall.methods.registry import names, register
-from kvrecall.step.settings import LOCAL_TOKENS, WHOLE_TOKENS, Settings, served
+from kvrecall.step.settings import LOCAL_TOKENS, MOST_PARTS, WHOLE_TOKENS, Parts, Settings, served
 from kvrecall.trigger import EveryStep, FixedStride
 
 
@@ -97,7 +97,7 @@ def test_other_methods_are_refused_with_the_served_ones(name: str) -> None:
         ({"local_tokens": 0}, "local_tokens"),
         ({"update_interval": 16}, "update_interval=16.*no buffer"),
         ({"dense_layers": [0]}, "dense_layers.*one kind of page"),
-        ({"trigger": "stride:8"}, "trigger.*every step searches"),
+        ({"trigger": "stride:8"}, "trigger.*selection of an earlier one"),
         ({"attend": "host"}, "attend=.*not served yet"),
         ({"residency": "device"}, 'vLLM with residency.*"host_memory": 0'),
         ([], "kvrecall"),
@@ -129,7 +129,7 @@ def test_a_setting_that_switches_on_an_unserved_part_is_refused(monkeypatch: pyt
     register("sometimes", __name__, "Sometimes")
     defaults = Sometimes(local_tokens=LOCAL_TOKENS, full_attention_threshold=WHOLE_TOKENS)
     assert "sometimes" in served() and Settings.of({"kvrecall": {"method": "sometimes"}}).method == defaults
-    with pytest.raises(KVRecallError, match=r"sometimes.*every step searches"):
+    with pytest.raises(KVRecallError, match=r"sometimes.*selection of an earlier one"):
         Settings.of({"kvrecall": {"method": "sometimes", "every": 8}})
 
 
@@ -153,3 +153,12 @@ def test_a_draft_fits_into_the_window_beside_a_page(given: Any, most: int) -> No
 
 def test_defaults_have_kernels() -> None:
     Settings.of({}).check_gpu()
+
+
+@pytest.mark.parametrize(
+    ("top_k", "rows", "chosen"),
+    [(1, 16, 1), (100, 16, 7), (256, 16, 16), (257, 32, 9), (512, 32, 16), (1024, 64, 16), (2048, 64, 32), (4096, 128, 32)],
+)
+def test_parts_of_more_selected_rows_have_more_rows(top_k: int, rows: int, chosen: int) -> None:
+    parts = Parts.of(Settings.of({"kvrecall": {"top_k": top_k}}).method)
+    assert (parts.rows, parts.chosen) == (rows, chosen) and parts.total < MOST_PARTS

@@ -37,10 +37,11 @@ WHOLE_TOKENS = 8192
 FP8 = ("fp8", "fp8_e4m3")
 """vLLM's names for rows of e4m3 with a scale per layer, 1 unless the checkpoint tells another."""
 
-CHOSEN_ROWS, DENSE_ROWS = 16, 64
-"""Rows per program of a step on a GPU: selected rows, doubled while there are too many parts, and other rows."""
-MOST_PARTS = 64
-"""Parts that one program merges."""
+_CHOSEN_ROWS, _MOST_CHOSEN_ROWS, DENSE_ROWS = 16, 64, 64
+"""Rows per program of a step on a GPU: fewest selected rows, doubled while there are more than `_CHOSEN_PARTS` parts, and
+beyond `_MOST_CHOSEN_ROWS` only while they are half of all; and other rows."""
+_CHOSEN_PARTS, MOST_PARTS = 16, 64
+"""Parts of selected rows per sequence and KV head, if larger ones can have few rows; most parts that one program merges."""
 _MOST_SELECTED = 4096
 """Most tokens that a search on a GPU selects: its last kernel has them all in registers, and takes minutes to compile for
 more."""
@@ -50,8 +51,8 @@ _SAME = (
 )  # fmt: skip
 _REASONS = {
     "update_interval": "every key is summarised when it comes, so no buffer waits",
-    "trigger": "every step searches",
-    "static": "rows that stay between searches belong to a sequence, and vLLM moves sequences between rows of a batch",
+    "trigger": "a step without a search needs the selection of an earlier one, which a preempted request has lost",
+    "static": "its static set follows from a whole prompt",
     "dense_layers": "all layers share one kind of page; dense_layers=[] serves a method that has some",
     "per_layer": "all layers share one kind of page",
 }
@@ -67,7 +68,7 @@ def why_unserved(method: Method) -> str:
         return index.pages_refusal
     parts = {
         "trigger": not isinstance(method.trigger_config(), EveryStep), "static": method.static_config() is not None,
-        "dense_layers": bool(method.dense_layers), "prune": method.prune_config() is not None, "attend": method.attends_on_host,
+        "prune": method.prune_config() is not None, "attend": method.attends_on_host, "dense_layers": bool(method.dense_layers),
     }  # fmt: skip
     return next((_REASONS.get(part, f"{part} is not served yet") for part, has in parts.items() if has), "")
 
@@ -216,8 +217,8 @@ class Parts:
     def of(method: Method) -> Parts:
         """Raises ParameterError for more than one program merges, with at least one for an estimate."""
         assert method.top_k is not None
-        rows = CHOSEN_ROWS
-        while cdiv(method.top_k, rows) > MOST_PARTS // 2:
+        rows = _CHOSEN_ROWS
+        while cdiv(method.top_k, rows) > (_CHOSEN_PARTS if rows < _MOST_CHOSEN_ROWS else MOST_PARTS // 2):
             rows *= 2
         chosen, sinks = cdiv(method.top_k, rows), cdiv(method.sink_tokens, DENSE_ROWS)
         window, room = (
