@@ -373,7 +373,7 @@ class Bench:
             Bench._own = Stream.pieces, Pass.of  # type: ignore[attr-defined]
         pieces, of = Bench._own  # type: ignore[attr-defined]
 
-        def streamed(told: Any, plan: Any, size: int, drafts: int, near: float = 0, library: Any = None) -> Any:
+        def streamed(told: Any, plan: Any, size: int, drafts: int, on_device: float = 0, library: Any = None) -> Any:
             return of(told, plan, size, drafts, 0, library and replace(library, reads=None))
 
         Stream.pieces = (lambda s, host, table, stop: pieces(s, host, [], 0)) if short else pieces  # type: ignore[method-assign]

@@ -61,7 +61,7 @@ def test_plan(cli: Cli, tiny: Path) -> None:
 def test_plan_of_vllm(cli: Cli, tiny: Path) -> None:
     asked = ["plan", "-m", tiny, "--context", "1_000", "--engine", "vllm", "--host-memory", "1GiB", "--device-memory", "1GiB"]
     told = cli.json(*asked)
-    assert told["method"] == "pariskv-balanced" and told["blocks"] == told["host_blocks"] + told["near_blocks"] > 0
+    assert told["method"] == "pariskv-balanced" and told["blocks"] == told["host_blocks"] + told["blocks_on_device"] > 0
     shown = cli(*asked).stdout
     assert "blocks" in shown and "yes" in shown and "draft" not in shown
     drafted = [*asked, "--num-speculative-tokens", 3]

@@ -28,11 +28,11 @@ def test_llama_8b_at_128k() -> None:
     fill host memory, and what is left on the device."""
     told = plan_vllm(LLAMA_8B, GIVEN, context_tokens=131072, batch=12, page_bytes=100 << 30)
     assert (told.host_bytes_per_token, told.summary_bytes_per_token) == (128 << 10, 89 * 8 * 32)
-    assert told.block_host_bytes == 16 << 20 and told.window_pages == told.near_blocks // 8
-    assert (told.host_blocks, told.admitted_tokens) == (13696, told.blocks * 128) and told.near_blocks % 16 == 0
-    assert 0 <= 13696 + told.near_blocks - told.blocks < 16
-    taken = (told.near_blocks + told.window_pages) * (16 << 20) + told.blocks * told.block_bytes
-    assert 0 <= (100 << 30) - taken < 16 * (told.block_bytes + (18 << 20)), "near blocks come by sixteen"
+    assert told.block_host_bytes == 16 << 20 and told.window_pages == told.blocks_on_device // 8
+    assert (told.host_blocks, told.admitted_tokens) == (13696, told.blocks * 128) and told.blocks_on_device % 16 == 0
+    assert 0 <= 13696 + told.blocks_on_device - told.blocks < 16
+    taken = (told.blocks_on_device + told.window_pages) * (16 << 20) + told.blocks * told.block_bytes
+    assert 0 <= (100 << 30) - taken < 16 * (told.block_bytes + (18 << 20)), "blocks on the device come by sixteen"
     assert told.host_bytes == 12 * 1024 * (16 << 20) and 15 <= told.sequences <= (told.blocks - 1) // 1024
     assert told.device_bytes == 12 * (1024 * told.block_bytes + 9 * (16 << 20))
     assert told.needed_blocks == 1 + 1024 and told.fits
@@ -46,24 +46,24 @@ def test_rows_in_eight_bits_take_half_of_host_memory_and_window() -> None:
         for dtype in ("auto", "fp8")
     )
     assert eight.host_bytes_per_token == plain.host_bytes_per_token // 2 and eight.host_blocks == 2 * plain.host_blocks
-    assert eight.block_bytes == plain.block_bytes and eight.near_blocks < eight.blocks
+    assert eight.block_bytes == plain.block_bytes and eight.blocks_on_device < eight.blocks
 
 
 def test_the_lesser_of_device_and_host_counts() -> None:
     device = plan_vllm(LLAMA_8B, GIVEN, context_tokens=65536, page_bytes=10 << 30)
     assert device.blocks < device.host_blocks and device.window_pages == 64 + 2 * 9, "a short sequence, two windows in flight"
-    summaries = (device.blocks - device.near_blocks - device.needed_blocks) * device.block_bytes
-    assert device.near_blocks * device.block_host_bytes == pytest.approx(summaries, rel=0.1), (
+    summaries = (device.blocks - device.blocks_on_device - device.needed_blocks) * device.block_bytes
+    assert device.blocks_on_device * device.block_host_bytes == pytest.approx(summaries, rel=0.1), (
         "half for rows, half for summaries"
     )
     many = plan_vllm(LLAMA_8B, GIVEN, context_tokens=65536, page_bytes=30 << 30)
-    assert device.blocks < many.blocks < many.host_blocks and many.near_blocks > 3 * device.near_blocks
+    assert device.blocks < many.blocks < many.host_blocks and many.blocks_on_device > 3 * device.blocks_on_device
     nothing = plan_vllm(LLAMA_8B, GIVEN, context_tokens=65536)
     if not torch.cuda.is_available():
         assert nothing.page_bytes is None and nothing.blocks == nothing.host_blocks
     for memory, pages, fits in (("1GiB", 10, True), ("1GiB", 8, False)):  # the rest of one sequence's rows lies on the device
         little = plan_vllm(LLAMA_8B, GIVEN | {"host_memory": memory}, context_tokens=65536, page_bytes=pages << 30)
-        assert little.fits == fits and (little.near_blocks + little.host_blocks >= 513) == fits
+        assert little.fits == fits and (little.blocks_on_device + little.host_blocks >= 513) == fits
 
 
 def test_ranks_share_heads_and_host_memory() -> None:

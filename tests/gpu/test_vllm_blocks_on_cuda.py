@@ -48,7 +48,10 @@ def test_steps_with_page_means_give_what_the_cpu_gives() -> None:
 
 def test_answers_do_not_depend_on_where_rows_are() -> None:
     middle = sorted(Device(GIVEN[0], top_k=24).free[-4:])[2]  # of the blocks that the sequence will have
-    devices, text = [Device(GIVEN[0], top_k=24, near=near, on=CUDA) for near in (0, middle, BLOCKS)], tokens(204, 1)
+    devices, text = (
+        [Device(GIVEN[0], top_k=24, on_device=on_device, on=CUDA) for on_device in (0, middle, BLOCKS)],
+        tokens(204, 1),
+    )
     for start, stop in ((0, 130), (130, 201), (201, 202), (202, 203), (203, 204)):
         first, *others = [device.feed({0: cut(text, start, stop)})[0] for device in devices]
         for other in others:
@@ -176,13 +179,13 @@ def test_short_sequences_attend_to_all_tokens_whatever_attends(given: dict) -> N
 def test_a_library_s_pass_keeps_what_the_step_s_kernel_keeps() -> None:
     """The same rows and summaries."""
     given = GIVEN[0] | {"full_attention_threshold": 250}
-    near, far = Device(given, top_k=24, on=CUDA, library=True), Device(given, top_k=24, on=CUDA)
+    short, long = Device(given, top_k=24, on=CUDA, library=True), Device(given, top_k=24, on=CUDA)
     text = tokens(240, 1)
     for start, stop in ((0, 60), *((at, at + 1) for at in range(60, 200))):
-        for each in (near, far):
+        for each in (short, long):
             each.feed({0: cut(text, start, stop)})
-    used = near.tables[0]
-    assert torch.equal(near.layer_pages[used], far.layer_pages[used])
-    assert torch.equal(near.pages[near.recent[0]].nan_to_num(7), far.pages[far.recent[0]].nan_to_num(7))
+    used = short.tables[0]
+    assert torch.equal(short.layer_pages[used], long.layer_pages[used])
+    assert torch.equal(short.pages[short.recent[0]].nan_to_num(7), long.pages[long.recent[0]].nan_to_num(7))
     for block in used:
-        assert torch.equal(near.rows(block).nan_to_num(7), far.rows(block).nan_to_num(7))
+        assert torch.equal(short.rows(block).nan_to_num(7), long.rows(block).nan_to_num(7))

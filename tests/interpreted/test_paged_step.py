@@ -59,7 +59,7 @@ def test_prompts_in_chunks_and_steps_that_find_everything_are_dense(given: dict,
 
 def test_decoded_tokens_reach_the_host_before_they_leave_the_window() -> None:
     """In runs, which end at blocks, too; after a prompt that ends within one."""
-    device = Device(GIVEN[0], top_k=512, near=0)
+    device = Device(GIVEN[0], top_k=512, on_device=0)
     local, text, first = paged.SMALL["local_tokens"], tokens(300, 1), 250
     device.feed({0: cut(text, 0, first)})
     device.rows(device.tables[0][first // SIZE])[:, first % SIZE :] = float("nan")
@@ -152,7 +152,7 @@ def test_a_draft_s_tokens_get_what_each_gets_alone_whatever_is_rejected(given: d
 
 def test_a_draft_reads_what_the_last_one_read() -> None:
     """Equal queries select equal rows, so that a step reads the two or so rows that came to the zone since then."""
-    device, (q, k, v) = Device(GIVEN[0], top_k=24, drafts=3, near=0), tokens(300, 6)
+    device, (q, k, v) = Device(GIVEN[0], top_k=24, drafts=3, on_device=0), tokens(300, 6)
     device.feed({0: cut((q, k, v), 0, 290)})
     q[290:] = q[290]
     read = []
@@ -167,7 +167,7 @@ def test_a_draft_reads_what_the_last_one_read() -> None:
 
 def test_sequences_without_a_place_read_their_rows_again() -> None:
     """Two have one until they end; then it is free for others."""
-    texts, device = {name: tokens(150, name) for name in range(MOST)}, Device(GIVEN[0], top_k=24, cached=2, near=0)
+    texts, device = {name: tokens(150, name) for name in range(MOST)}, Device(GIVEN[0], top_k=24, cached=2, on_device=0)
     for name, (q, k, v) in texts.items():
         q[100:] = q[100]
         device.feed({name: cut((q, k, v), 0, 100)})
@@ -262,7 +262,7 @@ def test_prompts_that_go_on_attend_to_rows_where_they_are(scales: tuple[float, f
     """A library attends at once to those that lie on the device, in rows of the batch side by side. The others attend to parts:
     on the device, and streamed. Blocks of a prompt may be of both kinds."""
     texts = {n: tokens(200, n) for n in range(4)}
-    device = Device(GIVEN[0], top_k=512, library=True, scales=scales, near=20)
+    device = Device(GIVEN[0], top_k=512, library=True, scales=scales, on_device=20)
     device.free = [8, 12, 3, 31, 25, 7][::-1]
     for n, count in ((0, 100), (1, 50), (2, 30), (3, 125)):
         device.feed({n: cut(texts[n], 0, count)})
@@ -281,11 +281,15 @@ def test_prompts_that_go_on_attend_to_rows_where_they_are(scales: tuple[float, f
 
 def test_earlier_tokens_by_where_they_are() -> None:
     here = torch.device("cpu")
-    for tokens_, near, wanted in ((40, 3, ([1], 16, [7, 4], 24)), (48, 5, ([1, 4], 32, [7], 16)), (17, 8, ([1, 7], 17, [], 0))):
-        past = Past.of([1, 7, 4, 2], tokens_, 16, near, here)
-        assert (past.near.tolist(), past.near_tokens, past.far, past.far_tokens) == wanted
+    for tokens_, on_device, wanted in (
+        (40, 3, ([1], 16, [7, 4], 24)),
+        (48, 5, ([1, 4], 32, [7], 16)),
+        (17, 8, ([1, 7], 17, [], 0)),
+    ):
+        past = Past.of([1, 7, 4, 2], tokens_, 16, on_device, here)
+        assert (past.on_device.tolist(), past.device_tokens, past.on_host, past.host_tokens) == wanted
     past = Past.of([1, 2, 9], 40, 16, 9, here)
-    assert (past.near_tokens, past.far_tokens) == (32, 8), "the last block is not full"
+    assert (past.device_tokens, past.host_tokens) == (32, 8), "the last block is not full"
 
 
 def test_runs_of_prompts_that_begin() -> None:
@@ -310,7 +314,7 @@ def test_a_library_s_pass_sees_what_is_not_finite() -> None:
 def test_answers_do_not_depend_on_where_rows_are() -> None:
     """Rows that are read from the host are counted, and no others are kept."""
     middle = sorted(Device(GIVEN[0], top_k=24).free[-4:])[2]  # of the blocks that the sequence will have
-    devices, text = [Device(GIVEN[0], top_k=24, near=near) for near in (0, middle, BLOCKS)], tokens(204, 1)
+    devices, text = [Device(GIVEN[0], top_k=24, on_device=on_device) for on_device in (0, middle, BLOCKS)], tokens(204, 1)
     for start, stop in ((0, 130), (130, 201), (201, 202), (202, 203), (203, 204)):
         first, *others = [device.feed({0: cut(text, start, stop)})[0] for device in devices]
         for other in others:
@@ -322,7 +326,7 @@ def test_answers_do_not_depend_on_where_rows_are() -> None:
     for device in devices:
         kept = device.layer._cache._ids
         blocks = {device.tables[0][position // SIZE] for position in kept[kept >= 0].tolist()}
-        assert all(block >= device.near for block in blocks) and bool(blocks) == (device.near < BLOCKS)
+        assert all(block >= device.on_device for block in blocks) and bool(blocks) == (device.on_device < BLOCKS)
 
 
 def test_what_is_not_finite_is_seen() -> None:

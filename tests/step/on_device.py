@@ -57,12 +57,12 @@ class Device:
     searches has the attention of a library, and prompts that begin, are short, or lie on the device. whole_passes: how many
     had. runs, reads, block_reads: prompts that began and went on, in the window and in blocks, which were attended to at once,
     and the tokens of their longest chunk. cached: most sequences with a place in the row cache. scales: of rows in eight bits.
-    near: blocks with rows in device memory, which are their own pages of the window."""
+    on_device: blocks with rows in device memory, which are their own pages of the window."""
 
     given: dict
     top_k: int
     scales: tuple[float, float] | None = None
-    near: int = BLOCKS // 2
+    on_device: int = BLOCKS // 2
     on: torch.device = field(default_factory=lambda: torch.device("cpu"))
     drafts: int = 0
     library: bool = False
@@ -89,8 +89,8 @@ class Device:
             3, shape, method, index, PARAMS, MOST, LONGEST, None, self.places, self.drafts, scales=self.scales or (1.0, 1.0)
         )
         self.places.cover(BLOCKS)
-        division = Division(self.near, BLOCKS, 60 if self.near < BLOCKS else 0)
-        self.host = RowBlocks(BLOCKS, shape, SIZE, near=self.near, pages=division.row_pages)
+        division = Division(self.on_device, BLOCKS, 60 if self.on_device < BLOCKS else 0)
+        self.host = RowBlocks(BLOCKS, shape, SIZE, on_device=self.on_device, pages=division.row_pages)
         for block in range(BLOCKS):
             self.rows(block).copy_(torch.full(self.rows(block).shape, float("nan")))
         width = width_of(index, method.estimate_config(), SHAPE)
@@ -98,7 +98,7 @@ class Device:
         self.layer_pages = torch.full((BLOCKS, content + PADDING), 255, dtype=torch.uint8, device=self.on)[:, :content]
         self.layer.bind(self.layer_pages, self.host)
         self.pages = self.host.device_rows.flatten(-2)
-        self.pages[self.near :].copy_(torch.full(self.pages[self.near :].shape, float("nan")))
+        self.pages[self.on_device :].copy_(torch.full(self.pages[self.on_device :].shape, float("nan")))
         self.plan = PassPlan(MOST, LONGEST, method, index, SIZE, self.on, self.drafts, self.places)
         draw = torch.Generator().manual_seed(4)
         self.free = torch.randperm(BLOCKS - 1, generator=draw).add(1).tolist()
@@ -111,14 +111,14 @@ class Device:
     def leave(self, name: int) -> None:
         """A sequence ends; who comes next gets its blocks."""
         self.free += self.tables.pop(name)
-        self.free_pages += [page for page in self.recent.pop(name) if page >= self.near]
+        self.free_pages += [page for page in self.recent.pop(name) if page >= self.on_device]
         self._ended.append(str(name))
         del self.lengths[name]
 
     def feed(self, new: dict[int, tuple[Tensor, Tensor, Tensor]], padded: int = 0, recorded: bool = False) -> dict[int, Tensor]:
         """Those that decode come first: at most 1 + drafts tokens each. padded: rows behind them that are nobody's. recorded:
         replay a graph; all such passes must have as many tokens, and no prompt."""
-        begins, lengths, slots, near = [0], [], [], []
+        begins, lengths, slots, places = [0], [], [], []
         given = {name: len(self.tables.get(name, ())) for name in new}
         for name, (q, _, _) in new.items():
             before = self.lengths.get(name, 0)
@@ -126,9 +126,9 @@ class Device:
             table, recent = self.tables.setdefault(name, []), self.recent.setdefault(name, [])
             while len(table) * SIZE < after:
                 table.append(self.free.pop())
-                recent.append(table[-1] if table[-1] < self.near else self.free_pages.pop())
+                recent.append(table[-1] if table[-1] < self.on_device else self.free_pages.pop())
             slots += [table[p // SIZE] * SIZE + p % SIZE for p in range(before, after)]
-            near += [recent[p // SIZE] * SIZE + p % SIZE for p in range(before, after)]
+            places += [recent[p // SIZE] * SIZE + p % SIZE for p in range(before, after)]
             begins.append(begins[-1] + len(q))
             lengths.append(after)
         blocks = {str(name): [self.tables[name][before:]] for name, before in given.items()}
@@ -150,12 +150,12 @@ class Device:
             asked = Pass(begins[decodes] + rows, [], self.plan, decoded, blocks, taken)
         else:
             library = Library(self._below, None if self.scales else self._reads) if self.library else None
-            asked = Pass.of(told, self.plan, SIZE, self.drafts, inf if self.near == BLOCKS else self.near, library)
+            asked = Pass.of(told, self.plan, SIZE, self.drafts, inf if self.on_device == BLOCKS else self.on_device, library)
         q, k, v = (
             torch.cat([*(text[i] for text in new.values()), *[next(iter(new.values()))[i][:1]] * rows]).to(self.on)
             for i in range(3)
         )
-        out, window = torch.full_like(q, float("nan")), Window(recent, torch.tensor(near, device=self.on))
+        out, window = torch.full_like(q, float("nan")), Window(recent, torch.tensor(places, device=self.on))
         if self.library:
             short = Run.beside((c for c in asked.chunks if c.past and c.among < self._below), starts)
             reads = [

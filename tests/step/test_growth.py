@@ -23,16 +23,16 @@ class Machine:
     """Stands for the memory of two layers: blocks that were touched, and that are locked."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, blocks: int = 100, everything: bool = False, near: int = 0
+        self, monkeypatch: pytest.MonkeyPatch, blocks: int = 100, everything: bool = False, on_device: int = 0
     ) -> None:  # fmt: skip
-        self.touched, self.locked, self.told = [max(1, near)], [max(1, near)], list[int]()
+        self.touched, self.locked, self.told = [max(1, on_device)], [max(1, on_device)], list[int]()
         self.refuses_from, self.now, self.given_back = 1 << 30, 100.0, 0
         monkeypatch.setattr(RowBlocks, "touch", staticmethod(lambda hosts, blocks: self.touched.append(blocks)))
         monkeypatch.setattr(HostPlan, "slab", SLAB)
         monkeypatch.setattr(HostPlan, "check", lambda plan, blocks, ahead=False: self.check())
         monkeypatch.setattr(module, "_BURST", 32 * SIZE)
         monkeypatch.setattr(module, "perf_counter", lambda: self.now)
-        self.growth = Growth(HostPlan.of([SHAPE], SIZE, 1 << 40), blocks, everything, self.told.append, near)
+        self.growth = Growth(HostPlan.of([SHAPE], SIZE, 1 << 40), blocks, everything, self.told.append, on_device)
         layer: Any = self
         self.growth.hosts = [layer, layer]
         self.growth.begin_pass()
@@ -66,7 +66,7 @@ def test_a_pass_has_what_it_needs_when_it_begins(monkeypatch: pytest.MonkeyPatch
 
 def test_blocks_with_rows_on_the_device_take_no_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread begins when a burst would need more than those."""
-    machine = Machine(monkeypatch, near=60)
+    machine = Machine(monkeypatch, on_device=60)
     growth = machine.growth
     growth.lock_ahead()
     growth.hand_out(60 - 32)

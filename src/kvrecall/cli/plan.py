@@ -102,8 +102,8 @@ def _show_vllm(model: str, plan: Result) -> None:
     )
     table.add_row("scratch", f"{size(plan['scratch_bytes'])} on the device{each}")
     host, pages = f"host: rows of {plan['host_blocks']:,} in {size(plan['host_limit'])}{each}", plan["page_bytes"]
-    near = f"rows of {plan['near_blocks']:,} and {plan['window_pages']:,} pages for windows"
-    device = "device: no GPU here to ask" if pages is None else f"device: summaries, {near} in {size(pages)}"
+    rows = f"rows of {plan['blocks_on_device']:,} and {plan['window_pages']:,} pages for windows"
+    device = "device: no GPU here to ask" if pages is None else f"device: summaries, {rows} in {size(pages)}"
     table.add_row("blocks", f"{plan['blocks']:,} of {plan['block_size']:,} tokens ({host}; {device})")
     table.add_row("admitted", f"{plan['admitted_tokens']:,} tokens, {plan['sequences']:,} such sequences at once")
     table.add_row("fits", f"{'yes;' if plan['fits'] else 'NO:'} {plan['needed_blocks']:,} blocks are the least")

@@ -120,8 +120,8 @@ class VllmPlan:
     """Bytes and blocks of one rank. `*_per_token` sum over its layers and KV heads.
 
     page_bytes: device memory for pages and rows, after weights and scratch; without the memory of vLLM's own passes. None
-    without a GPU and without a given value. blocks: that it holds, or those that host memory holds: rows of near_blocks lie in
-    device memory, those of the others in host memory. window_pages: for recent tokens of the others, as large as the rows of a
+    without a GPU and without a given value. blocks: that it holds, or those that host memory holds: rows of blocks_on_device
+    lie in device memory, others in host memory. window_pages: for recent tokens of these others, as large as the rows of a
     block. needed_blocks: for one sequence of the context; an engine with fewer does not start. sequences: of this context that
     can decode together. device_bytes: of summaries and windows of `batch` such sequences, host_bytes: of their rows, for all
     ranks, if none lie in device memory.
@@ -146,7 +146,7 @@ class VllmPlan:
     host_limit: int
     host_blocks: int
     page_bytes: int | None
-    near_blocks: int
+    blocks_on_device: int
     window_pages: int
     blocks: int
     admitted_tokens: int
@@ -204,7 +204,7 @@ def plan_vllm(
         str(dtype).removeprefix("torch."), kv_cache_dtype, block_size, capacity.host.block_bytes // block_size,
         capacity.device_block_bytes / block_size, capacity.device_block_bytes,
         capacity.host.block_bytes, capacity.needed, capacity.host.limit, host_blocks, page_bytes,
-        division.near, division.windows, blocks, blocks * block_size, max(0, sequences),
+        division.on_device, division.windows, blocks, blocks * block_size, max(0, sequences),
         held * capacity.host.block_bytes * ranks, device_bytes, scratch, weights, blocks > held and sequences >= batch,
     )  # fmt: skip
 

@@ -60,23 +60,23 @@ def needed_blocks(specs: Iterable[Any], config: Any, tokens: int | None = None) 
 
 @dataclass(frozen=True)
 class Division:
-    """Where the rows of `blocks` blocks lie, by their numbers: those of the first `near` in device memory, the others in host
-    memory. windows: pages on the device, as large as the rows of a block, for recent tokens in blocks on the host. 0 where
+    """Where the rows of `blocks` blocks lie, by their numbers: those of the first `on_device` in device memory, the others in
+    host memory. windows: pages on the device, as large as the rows of a block, for recent tokens in blocks on the host. 0 where
     every block's own rows serve, in device memory or on a CPU."""
 
-    near: int
+    on_device: int
     blocks: int
     windows: int
 
     @property
     def first_page(self) -> int:
         """Number of the first page for windows, behind the rows of the first blocks. 0 stands for none."""
-        return max(1, self.near)
+        return max(1, self.on_device)
 
     @property
     def row_pages(self) -> int:
         """Blocks' rows and windows' pages on the device together."""
-        return self.first_page + self.windows if self.windows else self.near
+        return self.first_page + self.windows if self.windows else self.on_device
 
     @staticmethod
     def of(blocks: int, host_blocks: int, needed: int, window: int, page_bytes: int, row_bytes: int) -> Division:
@@ -91,8 +91,8 @@ class Division:
             return Division(blocks, blocks, 0)
         least = cdiv(max(0, blocks - host_blocks), _STEP) * _STEP
         share = max(0, blocks - needed) * page_bytes // (page_bytes + row_bytes)
-        near = max(least, share // _STEP * _STEP)
-        return Division(near, blocks, max(window, min(near // _WINDOWS_SHARE, blocks - near)))
+        on_device = max(least, share // _STEP * _STEP)
+        return Division(on_device, blocks, max(window, min(on_device // _WINDOWS_SHARE, blocks - on_device)))
 
     @staticmethod
     def among(specs: Sequence[Any], config: Any, blocks: int) -> Division:
@@ -162,7 +162,7 @@ class Capacity:
     def sequences(self, blocks: int) -> int:
         """How many decoding sequences of the longest length fit into `blocks` blocks."""
         own, most = self.divided(blocks), max(0, blocks - 1) // self.sequence_blocks
-        return min(most, own.near // self.sequence_blocks + own.windows // self.steady_blocks) if own.windows else most
+        return min(most, own.on_device // self.sequence_blocks + own.windows // self.steady_blocks) if own.windows else most
 
 
 def scratch_bytes(

@@ -326,13 +326,13 @@ class DeviceLayer:
         staged = torch.empty(heads, count, 2, dim, dtype=rows.dtype, device=keys.device) if batch.stages else rows
         launch(store_kernel, (cdiv(count, _STORED), heads))(
             Fresh(keys[first:last], values[first:last], *strides), batch.slots[first:], window.slots[first:], staged, held,
-            self._host.near if batch.stages else _ALL, recent, self.bad, count, T=_STORED, **sizes,
+            self._host.on_device if batch.stages else _ALL, recent, self.bad, count, T=_STORED, **sizes,
         )  # fmt: skip
         tiles, chunks = heads * cdiv(count, _STORED), batch.prompts.chunks
         if batch.stages:
             with self.aside.launched(staged):
                 launch(held_kernel, (min(tiles, _WRITERS),))(
-                    staged, batch.slots[first:], held, self._host.near, count, tiles, T=_STORED, **sizes
+                    staged, batch.slots[first:], held, self._host.on_device, count, tiles, T=_STORED, **sizes
                 )
         if any(chunk.past for chunk in batch.chunks):  # its last tokens may have been decoded, because a pass had room for few
             launch(run_kernel, (heads, len(chunks)))(held, recent, chunks, self._every, self._phase, W=_STORED, **sizes)
@@ -348,7 +348,7 @@ class DeviceLayer:
         """Chunks attend to themselves and to everything before them; queries, out `[T, H_q, D]`. A library attends to many at
         once: to those that begin their sequences, and to those whose rows are all in the window or in blocks on the device. The
         others attend one by one: rows on the host are streamed."""
-        params, causal, near = self._params, window.causal, self._host.near_rows
+        params, causal, rows_here = self._params, window.causal, self._host.block_rows
         if batch.chunks and self.shape.row_dtype is not None:
             keys, values = keys.to(queries.dtype), values.to(queries.dtype)
         for tokens, attend in (*window.reads, *batch.reads):
@@ -360,10 +360,10 @@ class DeviceLayer:
         for chunk, past in batch.alone:
             q, k, v = (x[chunk.tokens] for x in (queries, keys, values))
             how = window.chunk or OwnChunkAttention(chunk.among)
-            with self.scratch.stream.pieces(self._host, past.far, past.far_tokens) as pieces:
-                here = how.past(q, near, past.near, past.near_tokens, params)
-                far = (part for rows, tokens in pieces for part in how.past(q, rows, None, tokens, params))
-                whole = merge_in_turn([how.own(q, k, v, params)], chain(here, far))
+            with self.scratch.stream.pieces(self._host, past.on_host, past.host_tokens) as pieces:
+                here = how.past(q, rows_here, past.on_device, past.device_tokens, params)
+                there = (part for rows, tokens in pieces for part in how.past(q, rows, None, tokens, params))
+                whole = merge_in_turn([how.own(q, k, v, params)], chain(here, there))
             out[chunk.tokens] = whole.out[0].transpose(0, 1)
 
     def rehearse(self, queries: Tensor, keys: Tensor, values: Tensor) -> None:

@@ -159,23 +159,23 @@ class Library:
 
 @dataclass(frozen=True)
 class Past:
-    """The blocks of a chunk's earlier tokens. near: int32 `[n]`, those on the device, with near_tokens tokens. far: those on
-    the host, with far_tokens tokens; those side by side come by one copy, and their order does not matter."""
+    """The blocks of a chunk's earlier tokens. on_device: int32 `[n]`, with device_tokens tokens. on_host: with host_tokens
+    tokens; those side by side come by one copy, and their order does not matter."""
 
-    near: Tensor
-    near_tokens: int
-    far: list[int]
-    far_tokens: int
+    on_device: Tensor
+    device_tokens: int
+    on_host: list[int]
+    host_tokens: int
 
     @staticmethod
-    def of(blocks: Sequence[int], tokens: int, block_size: int, near: float, device: torch.device) -> Past:
-        """Of the first tokens of a sequence with these blocks. near: as for `Pass.of`."""
+    def of(blocks: Sequence[int], tokens: int, block_size: int, on_device: float, device: torch.device) -> Past:
+        """Of the first tokens of a sequence with these blocks. on_device: as for `Pass.of`."""
         own = blocks[: cdiv(tokens, block_size)]
-        here, far = [block for block in own if block < near], [block for block in own if block >= near]
+        here, there = [block for block in own if block < on_device], [block for block in own if block >= on_device]
         missing = len(own) * block_size - tokens  # in the last block, which stays the last one
-        behind = missing if own and own[-1] < near else 0
+        behind = missing if own and own[-1] < on_device else 0
         tokens_here = len(here) * block_size - behind
-        return Past(sent_integers(here, device), tokens_here, [*sorted(far[:-1]), *far[-1:]], tokens - tokens_here)
+        return Past(sent_integers(here, device), tokens_here, [*sorted(there[:-1]), *there[-1:]], tokens - tokens_here)
 
 
 @dataclass(frozen=True)
@@ -212,10 +212,13 @@ class Pass:
         return PagedPrompts(spans, chunks, self.slots[first:last], lengths, self.blocks)
 
     @staticmethod
-    def of(common: Any, plan: PassPlan, block_size: int, drafts: int, near: float = 0, library: Library | None = None) -> Pass:
-        """A pass as vLLM describes it (`CommonAttentionMetadata`). Rows of at most 1 + drafts tokens are decoded. near: the
-        first blocks, which have rows on the device; infinity if all of the pass have. library: attends to the window, too.
-        Fills the plan. The device reads lengths itself: with asynchronous scheduling the host knows only bounds."""
+    def of(
+        common: Any, plan: PassPlan, block_size: int, drafts: int, on_device: float = 0, library: Library | None = None
+    ) -> Pass:  # fmt: skip
+        """A pass as vLLM describes it (`CommonAttentionMetadata`). Rows of at most 1 + drafts tokens are decoded.
+        on_device: the first blocks, which have rows on the device; infinity if all of the pass have. library: attends to the
+        window, too. Fills the plan. The device reads lengths itself: with asynchronous scheduling the host knows only
+        bounds."""
         blocks, rows = common.block_table_tensor, len(common.seq_lens)
         if common.max_query_len <= 1 + drafts:
             # A recorded pass decodes these rows, whatever they are: the last tokens of a prompt, too.
@@ -225,26 +228,26 @@ class Pass:
         decodes, chunks = Chunk.all_of(common, drafts)
         decoded = plan.fill(common.query_start_loc, common.seq_lens, blocks, decodes)
         own = Pass(chunks[0].tokens.start, chunks, plan, decoded, blocks, common.slot_mapping)
-        return own._divided(common, block_size, near, library)
+        return own._divided(common, block_size, on_device, library)
 
-    def _divided(self, common: Any, block_size: int, near: float, library: Library | None) -> Pass:
+    def _divided(self, common: Any, block_size: int, on_device: float, library: Library | None) -> Pass:
         """With what attends to which of its chunks."""
         starts, whole = [chunk for chunk in self.chunks if not chunk.past], 0 if library is None else library.whole
         later = [chunk for chunk in self.chunks if chunk.past and chunk.among >= whole]
         reads, begins, device = None if library is None else library.reads, common.query_start_loc, self.blocks.device
-        if near == inf and reads is not None:  # it reads the block tables on the device
+        if on_device == inf and reads is not None:  # it reads the block tables on the device
             tables, within, here = {}, {chunk.row for chunk in self.chunks}, later
         else:
             tables = self._tables(later, block_size)
-            within = {row for row, table in tables.items() if max(table) < near}
+            within = {row for row, table in tables.items() if max(table) < on_device}
             here = [chunk for chunk in later if chunk.row in within and reads is not None]
         others = [chunk for chunk in later if chunk not in here]
-        alone = [(chunk, Past.of(tables[chunk.row], chunk.past, block_size, near, device)) for chunk in others]
+        alone = [(chunk, Past.of(tables[chunk.row], chunk.past, block_size, on_device, device)) for chunk in others]
         if library is None:
-            alone += [(chunk, Past.of([], 0, block_size, near, device)) for chunk in starts]
+            alone += [(chunk, Past.of([], 0, block_size, on_device, device)) for chunk in starts]
         runs = [] if library is None else Run.beside(starts, begins)
         read = [] if reads is None else [(run.tokens, reads(run, common)) for run in Run.beside(here, begins)]
-        stages = near < inf and len(within) < len(self.chunks)
+        stages = on_device < inf and len(within) < len(self.chunks)
         return replace(self, alone=alone, runs=runs, reads=read, stages=stages)
 
     def _tables(self, chunks: list[Chunk], block_size: int) -> dict[int, list[int]]:

@@ -33,18 +33,18 @@ class Growth:
     """
 
     def __init__(
-        self, plan: HostPlan, blocks: int, everything: bool, on_change: Callable[[int], None], near: int = 0
+        self, plan: HostPlan, blocks: int, everything: bool, on_change: Callable[[int], None], on_device: int = 0
     ) -> None:  # fmt: skip
         """blocks: that there are. everything: whether all are to have memory as soon as possible. on_change: is called with the
-        bytes that are taken, whenever they change. near: blocks with rows in device memory, which are not in that."""
-        self.given = max(1, near)
+        bytes that are taken, whenever they change. on_device: blocks with rows in device memory, which are not in that."""
+        self.given = max(1, on_device)
         """Blocks with memory."""
         self.hosts: list[RowBlocks] = []
         """Rows of all layers."""
         self.burst = cdiv(_BURST, plan.block_size)
         """Blocks that the thread keeps ahead."""
         self._plan, self._blocks, self._everything, self._on_change = plan, blocks, everything, on_change
-        self._near, self._used, self._touched, self._passed = near, 1, self.given, perf_counter()
+        self._on_device, self._used, self._touched, self._passed = on_device, 1, self.given, perf_counter()
         self._growing, self._more = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
         self._locks, self._ended = False, False
@@ -130,7 +130,7 @@ class Growth:
             self._tell()
 
     def _tell(self) -> None:
-        self._on_change((self._touched - self._near) * self._plan.block_bytes)
+        self._on_change((self._touched - self._on_device) * self._plan.block_bytes)
 
     def _take(self, blocks: int) -> None:
         self._touch(blocks)

@@ -27,25 +27,25 @@ class RowBlocks:
     device has pages for the windows of others."""
 
     def __init__(
-        self, blocks: int, shape: LayerShape, block_size: int, given: int | None = None, near: int = 0, pages: int = 0
+        self, blocks: int, shape: LayerShape, block_size: int, given: int | None = None, on_device: int = 0, pages: int = 0
     ) -> None:  # fmt: skip
-        """near: blocks with rows in device memory. given: blocks with memory at the start, those included; all by default.
-        pages: of `device_rows`, at least near."""
-        far, self.near, self.block_size, self.dtype = blocks - near, near, block_size, shape.dtype
+        """on_device: blocks with rows in device memory. given: blocks with memory at the start, those included; all by default.
+        pages: of `device_rows`, at least on_device."""
+        on_host, self.on_device, self.block_size, self.dtype = blocks - on_device, on_device, block_size, shape.dtype
         self._gpu = shape.device if shape.device.type == "cuda" else None
         sizes = shape.kv_heads, block_size, 2, shape.head_dim
-        self._region = Region((far, *sizes), shape.stored_dtype, self._gpu) if far else None
+        self._region = Region((on_host, *sizes), shape.stored_dtype, self._gpu) if on_host else None
         with lasting_tensors():
             plain = torch.uint8 if shape.stored_dtype.itemsize == 1 else shape.stored_dtype  # not all of torch knows e4m3
-            own = torch.zeros(max(near, pages), *sizes, dtype=plain, device=shape.device)
+            own = torch.zeros(max(on_device, pages), *sizes, dtype=plain, device=shape.device)
             self.device_rows = own.view(shape.stored_dtype)
             """`[pages, H_kv, block_size, 2, D]`, in device memory. Finite: a library multiplies rows behind a sequence's end by
             zero."""
-            self.near_rows = self.device_rows[:near]
+            self.block_rows = self.device_rows[:on_device]
             """Those of blocks."""
-        self.rows = self.near_rows if self._region is None else self._region.tensor
+        self.rows = self.block_rows if self._region is None else self._region.tensor
         """Those in host memory, if there are any."""
-        self.given = near
+        self.given = on_device
         """Blocks with memory."""
         self.borders: set[int] = set()
         """Blocks that begin another piece of memory; no copy may cross them."""
@@ -54,23 +54,23 @@ class RowBlocks:
     @property
     def pool(self) -> Pool:
         """All rows, for kernels."""
-        if not self.near:
+        if not self.on_device:
             return Pool(self.rows)
         if self._region is None:  # no block is behind the last: NEAR may be a multiple of 16, for which kernels are compiled
-            return Pool(self.near_rows, cdiv(self.near, 16) * 16)
-        between = self.rows.data_ptr() - self.near_rows.data_ptr()
-        return Pool(self.near_rows, self.near, FAR_BIAS + between // self.rows.itemsize - self.near_rows.numel())
+            return Pool(self.block_rows, cdiv(self.on_device, 16) * 16)
+        between = self.rows.data_ptr() - self.block_rows.data_ptr()
+        return Pool(self.block_rows, self.on_device, FAR_BIAS + between // self.rows.itemsize - self.block_rows.numel())
 
     def run(self, first: int, count: int) -> Tensor:
         """Rows `[count, H_kv, block_size, 2, D]` of blocks on one side of each border."""
-        rows, start = (self.near_rows, first) if first < self.near else (self.rows, first - self.near)
+        rows, start = (self.block_rows, first) if first < self.on_device else (self.rows, first - self.on_device)
         return rows[start : start + count]
 
     @staticmethod
     def touch(hosts: Iterable[RowBlocks], blocks: int) -> None:
         """Prepares memory for the first `blocks` blocks of some layers: `commit` is faster then (`host_memory.touch`)."""
-        for near, same in groupby(hosts, lambda host: host.near):
-            touch([host._region for host in same if host._region is not None], max(0, blocks - near))
+        for on_device, same in groupby(hosts, lambda host: host.on_device):
+            touch([host._region for host in same if host._region is not None], max(0, blocks - on_device))
 
     def give_back(self) -> None:
         """Gives prepared memory back to the system that no block has."""
@@ -81,10 +81,10 @@ class RowBlocks:
         """Gives memory to the first `blocks` blocks. Raises ParameterError if a GPU could not read them."""
         if self._region is None:
             return
-        blocks = min(blocks, self.near + len(self.rows))
-        if blocks > self.near and self._region.missing(blocks - self.near):
+        blocks = min(blocks, self.on_device + len(self.rows))
+        if blocks > self.on_device and self._region.missing(blocks - self.on_device):
             self.borders.add(self.given)
-            self._region.commit(blocks - self.near)
+            self._region.commit(blocks - self.on_device)
             self.given = blocks
         if self._gpu is not None and not self._region.pinned:
             remedy = "Raise the limit of locked memory (`ulimit -l unlimited`)."
@@ -118,7 +118,7 @@ class RowBlocks:
         step, behind = max(1, PIECE_TOKENS // size), cdiv(stop, size)
         for first in range(0, behind, step):
             blocks = table[first : min(first + step, behind)]
-            rows = torch.cat([self.run(block, 1) for block in blocks]) if self.near else self.rows[blocks]
+            rows = torch.cat([self.run(block, 1) for block in blocks]) if self.on_device else self.rows[blocks]
             yield rows, min(stop - first * size, len(blocks) * size)
 
     def table(self, blocks: list[int]) -> HostTable:

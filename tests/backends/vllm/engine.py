@@ -3,7 +3,7 @@
 A job: {"model", "settings" of vllm.LLM, "rounds": [[prompt ids, …], …], "tokens", "sampling", "out"}; or with "requests" in
 place of rounds and tokens: so many, which come, end and are aborted at random. "register": arguments of `methods.register`.
 With "interpreted", vLLM takes its Model Runner V2, which needs Triton: its kernels run in Triton's interpreter. With "turns",
-passes read prompts and decode in turns, as on a GPU. "divided": (near, windows), as a GPU's rows are divided
+passes read prompts and decode in turns, as on a GPU. "divided": (on_device, windows), as a GPU's rows are divided
 (`capacity.Division`).
 """
 
@@ -50,8 +50,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     if "divided" in job:
         from kvrecall.step.capacity import Division
 
-        near, windows = job["divided"]
-        Division.of = staticmethod(lambda blocks, *sizes: Division(near, blocks, windows))
+        on_device, windows = job["divided"]
+        Division.of = staticmethod(lambda blocks, *sizes: Division(on_device, blocks, windows))
     llm: Any = LLM(model=job["model"], **settings)
     start = {"log": log, **inspected(llm)} if job.get("inspected") else {}
     if "requests" in job:

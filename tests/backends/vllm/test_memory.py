@@ -46,28 +46,28 @@ def test_blocks_are_given_in_pieces() -> None:
 
 def test_a_block_s_number_tells_where_its_rows_are() -> None:
     """The first ones are not in the host's memory, which the others get in pieces."""
-    host = RowBlocks(40, SHAPE, SIZE, given=12, near=12)
+    host = RowBlocks(40, SHAPE, SIZE, given=12, on_device=12)
     assert host.given == 12 and not host.borders
     for blocks in (3, 20, 64):
         host.commit(blocks)
     assert (host.given, host.borders) == (40, {12, 20}) and len(host.rows) == 28
     for block in range(40):
         host.run(block, 1).fill_(block)
-    rows, near, far = host.pool
-    assert near == 12 and torch.equal(rows[:, 0, 0, 0, 0], torch.arange(12.0))
+    rows, on_device, bias = host.pool
+    assert on_device == 12 and torch.equal(rows[:, 0, 0, 0, 0], torch.arange(12.0))
     for block in range(12, 40):
-        address = rows.data_ptr() + (far - FAR_BIAS + block * rows[0].numel()) * rows.itemsize
+        address = rows.data_ptr() + (bias - FAR_BIAS + block * rows[0].numel()) * rows.itemsize
         assert address == host.run(block, 1).data_ptr() and host.rows[block - 12].unique() == block
-    everything = RowBlocks(4, SHAPE, SIZE, near=4)
+    everything = RowBlocks(4, SHAPE, SIZE, on_device=4)
     everything.commit(9)
     assert everything.pool.rows.data_ptr() == everything.run(0, 4).data_ptr() and everything.given == 4
 
 
-@pytest.mark.parametrize(("blocks", "near"), [(9, 0), (9, 9), (20, 16)])
-def test_triton_compiles_one_kernel_wherever_rows_lie(blocks: int, near: int) -> None:
+@pytest.mark.parametrize(("blocks", "on_device"), [(9, 0), (9, 9), (20, 16)])
+def test_triton_compiles_one_kernel_wherever_rows_lie(blocks: int, on_device: int) -> None:
     """Of an engine's layers, some may have host memory beside that of the device."""
-    _, first, far = RowBlocks(blocks, SHAPE, SIZE, near=near).pool
-    assert first % 16 == 0 and first >= near and far % 16 == 0 and far > 1 << 32
+    _, first, bias = RowBlocks(blocks, SHAPE, SIZE, on_device=on_device).pool
+    assert first % 16 == 0 and first >= on_device and bias % 16 == 0 and bias > 1 << 32
 
 
 def test_device_memory_is_divided_among_summaries_rows_and_windows() -> None:
@@ -90,7 +90,9 @@ def test_device_memory_is_divided_among_summaries_rows_and_windows() -> None:
         for blocks in range(30, 900):
             now = among(blocks, host)
             taken = blocks * 2 + now.row_pages * 6
-            assert now.near >= before.near and blocks - now.near <= host and now.near % 16 in (0, blocks % 16)
+            assert (
+                now.on_device >= before.on_device and blocks - now.on_device <= host and now.on_device % 16 in (0, blocks % 16)
+            )
             assert taken >= least, "more blocks take more memory"
             before, least = now, taken
         for bytes_ in range(100, 4000, 37):

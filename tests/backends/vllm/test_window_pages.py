@@ -23,14 +23,16 @@ from kvrecall.step.capacity import Division
 from kvrecall.step.plan import window_start
 
 SIZE, LOCAL, WHOLE = 16, 64, 200
-BLOCKS, NEAR, WINDOWS = 90, 20, 40
+BLOCKS, ON_DEVICE, WINDOWS = 90, 20, 40
 
 
 class Engine:
-    """The managers of blocks and windows over BLOCKS blocks, NEAR of them with rows on the device, and a scheduler's calls."""
+    """The managers of blocks and windows over BLOCKS blocks, ON_DEVICE of them with rows on the device, and a scheduler's
+    calls."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, near: int = NEAR, windows: int = WINDOWS, ahead: int = 0, caching: bool = True
+        self, monkeypatch: pytest.MonkeyPatch, on_device: int = ON_DEVICE, windows: int = WINDOWS, ahead: int = 0,
+        caching: bool = True,
     ) -> None:  # fmt: skip
         own: Any = {"block_size": SIZE, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
         self.specs = FullAttentionSpec(**own), WindowSpec(**own, sliding_window=LOCAL, whole=WHOLE, ahead=ahead)
@@ -52,9 +54,9 @@ class Engine:
             kv_cache_manager=SimpleNamespace(coordinator=coordinator), vllm_config=None,
             kv_cache_config=SimpleNamespace(kv_cache_groups=groups, num_blocks=BLOCKS),
         )  # fmt: skip
-        monkeypatch.setattr(Division, "among", lambda specs, config, blocks: Division(near, blocks, windows))
+        monkeypatch.setattr(Division, "among", lambda specs, config, blocks: Division(on_device, blocks, windows))
         link(self.scheduler)
-        self.caching, self.near, self.requests = caching, near, dict[str, Any]()
+        self.caching, self.on_device, self.requests = caching, on_device, dict[str, Any]()
 
     @property
     def free(self) -> tuple[int, int]:
@@ -152,19 +154,19 @@ def test_a_block_with_rows_on_the_device_is_its_own_page(monkeypatch: pytest.Mon
     engine = Engine(monkeypatch)
     assert engine.begin("a", text(1), 0, 150)
     blocks, pages = engine.ids("a")
-    assert max(blocks) < NEAR and pages == blocks and engine.free[1] == WINDOWS
+    assert max(blocks) < ON_DEVICE and pages == blocks and engine.free[1] == WINDOWS
     assert engine.begin("b", text(2), 0, 190)
     blocks, pages = engine.ids("b")
-    far = [block >= NEAR for block in blocks]
-    assert True in far and False in far
-    assert all(page >= NEAR if own else page == block for own, block, page in zip(far, blocks, pages, strict=True))
-    assert len({*pages}) == len(pages) and engine.free[1] == WINDOWS - sum(far)
+    on_host = [block >= ON_DEVICE for block in blocks]
+    assert True in on_host and False in on_host
+    assert all(page >= ON_DEVICE if own else page == block for own, block, page in zip(on_host, blocks, pages, strict=True))
+    assert len({*pages}) == len(pages) and engine.free[1] == WINDOWS - sum(on_host)
     engine.leave("b")
     assert engine.free[1] == WINDOWS
 
 
 def test_pages_of_cached_blocks_are_filled_where_the_rows_are_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(monkeypatch, near=5)
+    engine = Engine(monkeypatch, on_device=5)
     assert engine.begin("a", text(1), 0, 150)
     engine.ended()
     assert engine.begin("b", text(1), 150, 20) and engine.requests["b"].num_computed_tokens == 144
@@ -174,7 +176,7 @@ def test_pages_of_cached_blocks_are_filled_where_the_rows_are_on_the_host(monkey
 
 
 def test_a_long_sequence_has_pages_for_its_recent_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(monkeypatch, near=0)
+    engine = Engine(monkeypatch, on_device=0)
     engine.begin("a", text(1), 0, 180)
     engine.ended()
     engine.go_on("a", 180)
@@ -190,7 +192,7 @@ def test_a_long_sequence_has_pages_for_its_recent_tokens(monkeypatch: pytest.Mon
 
 def test_without_pages_every_block_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where all rows lie on the device, or on a CPU."""
-    engine = Engine(monkeypatch, near=0, windows=0)
+    engine = Engine(monkeypatch, on_device=0, windows=0)
     engine.begin("a", text(1), 0, 150)
     engine.ended()
     engine.begin("b", text(1), 150, 20)
@@ -201,7 +203,7 @@ def test_without_pages_every_block_is_its_own(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_who_finds_no_page_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(monkeypatch, near=2, windows=12)
+    engine = Engine(monkeypatch, on_device=2, windows=12)
     assert engine.begin("a", text(1), 0, 160)
     assert engine.free[1] == 12 - 9, "one of ten blocks lies on the device; block 0 is nobody's"
     assert not engine.begin("b", text(2), 0, 60) and engine.begin("c", text(3), 0, 40)
@@ -212,7 +214,7 @@ def test_who_finds_no_page_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_who_finds_no_page_gets_blocks_with_rows_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that were used longest ago, though others would come first."""
-    engine = Engine(monkeypatch, near=40, windows=14)
+    engine = Engine(monkeypatch, on_device=40, windows=14)
     for name in "abc":  # each takes 13 blocks, the first 39
         assert engine.begin(name, text(ord(name), 300), 0, 208)
         engine.ended()
@@ -264,16 +266,16 @@ def test_who_ends_in_the_pass_holds_nobody_back(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("near", "windows", "caching", "ahead"),
-    [(NEAR, WINDOWS, True, 0), (NEAR, WINDOWS, True, 4), (0, 30, True, 0), (50, 16, False, 0), (0, 0, True, 0)],
+    ("on_device", "windows", "caching", "ahead"),
+    [(ON_DEVICE, WINDOWS, True, 0), (ON_DEVICE, WINDOWS, True, 4), (0, 30, True, 0), (50, 16, False, 0), (0, 0, True, 0)],
 )
 @pytest.mark.parametrize("seed", range(12))
 def test_every_page_has_one_owner_and_none_is_lost(
-    seed: int, near: int, windows: int, caching: bool, ahead: int, monkeypatch: pytest.MonkeyPatch
+    seed: int, on_device: int, windows: int, caching: bool, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests come behind shared beginnings, go on and leave at random."""
-    draw, engine = Random(seed), Engine(monkeypatch, near, windows, ahead, caching)
-    free, first, waiting, begun = engine.free, near if windows else BLOCKS, list[str](), 0
+    draw, engine = Random(seed), Engine(monkeypatch, on_device, windows, ahead, caching)
+    free, first, waiting, begun = engine.free, on_device if windows else BLOCKS, list[str](), 0
     filled: dict[str, set[int]] = {}
     for turn in range(160):
         name, kind = f"r{turn}", draw.random()

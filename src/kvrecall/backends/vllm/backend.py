@@ -138,13 +138,15 @@ class RetrievalBuilder(AttentionMetadataBuilder[RetrievalMetadata]):
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> RetrievalMetadata:
         library = self._library if self._engine.whole.possible else None
-        return self.metadata(common_attn_metadata, self._engine.near, library)
+        return self.metadata(common_attn_metadata, self._engine.on_device, library)
 
-    def metadata(self, common: Any, near: float = 0, library: Library | None = None) -> RetrievalMetadata:
-        """Of a pass as vLLM describes it. near, library: as for `Pass.of`."""
+    def metadata(self, common: Any, on_device: float = 0, library: Library | None = None) -> RetrievalMetadata:
+        """Of a pass as vLLM describes it. on_device, library: as for `Pass.of`."""
         size = self.kv_cache_spec.block_size
         batch = (
-            self._batch(common, size) if self.plan is None else Pass.of(common, self.plan, size, self._drafts, near, library)
+            self._batch(common, size)
+            if self.plan is None
+            else Pass.of(common, self.plan, size, self._drafts, on_device, library)
         )
         return RetrievalMetadata(batch, size)
 

@@ -153,7 +153,7 @@ class EngineState:
         if growth is None:  # for a trial: vLLM counts its rows as memory of recorded passes
             few = min(blocks, _TRIAL_BLOCKS)
             return RowBlocks(few, shape, block_size, 1, few if shape.device.type == "cuda" else 0)
-        made = RowBlocks(blocks, shape, block_size, growth.given, self._near, self.division.row_pages)
+        made = RowBlocks(blocks, shape, block_size, growth.given, self._on_device, self.division.row_pages)
         growth.hosts.append(made)
         return made
 
@@ -163,15 +163,15 @@ class EngineState:
         return self.division.blocks
 
     @property
-    def _near(self) -> int:
+    def _on_device(self) -> int:
         """The first blocks, whose rows are in the memory of a GPU."""
-        return self.division.near if self.shapes[0].device.type == "cuda" else 0
+        return self.division.on_device if self.shapes[0].device.type == "cuda" else 0
 
     @property
-    def near(self) -> float:
+    def on_device(self) -> float:
         """The first blocks, whose rows are on the device; infinity as long as all blocks that were handed out are of them."""
-        near = self._near
-        return inf if self.gives_later and near and self._handed_out <= near else near
+        on_device = self._on_device
+        return inf if self.gives_later and on_device and self._handed_out <= on_device else on_device
 
     @property
     def groups_with_rows(self) -> set[int]:
@@ -280,7 +280,7 @@ class EngineState:
         if self.plan is None or self._growth is None:
             return 0
         wanted = 1 + cdiv(self.longest, self.plan.block_size) + self._growth.burst
-        return min(wanted, self._near + self.plan.at_start, self.blocks)
+        return min(wanted, self._on_device + self.plan.at_start, self.blocks)
 
     def promise(self, blocks: int) -> None:
         """Lets other engines of this machine know that this rank may take host memory for so many blocks."""
@@ -305,7 +305,7 @@ class EngineState:
             _log.info("kvrecall: FlashAttention does not serve short sequences: %s", why)
         if self.plan is not None:
             everything = self.settings.host_memory is not None
-            self._growth = Growth(self.plan, self.blocks, everything, self._tell_taken, self._near)
+            self._growth = Growth(self.plan, self.blocks, everything, self._tell_taken, self._on_device)
 
     @property
     def _limits(self) -> Limits:
@@ -370,8 +370,8 @@ class EngineState:
         """A layer on a GPU, one of `layers`; layers of one shape share scratch. scales: of rows in eight bits."""
         if not self._scratch:
             memory = int(torch.cuda.mem_get_info(shape.device)[1] * self._config.cache_config.gpu_memory_utilization)
-            far = self.settings.host_memory != 0  # other rows lie on the device
-            size = size_of(self.settings.method, shape, layers, self.most, memory) if far else (0, 0)
+            on_host = self.settings.host_memory != 0  # other rows lie on the device
+            size = size_of(self.settings.method, shape, layers, self.most, memory) if on_host else (0, 0)
             self.places = Places(*size, shape.device)
         known, settings, self._aside = self._scratch.get(shape), self.settings, self._aside or Aside(shape.device)
         layer = DeviceLayer(

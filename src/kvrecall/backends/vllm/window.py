@@ -127,8 +127,8 @@ class WindowLayer(nn.Module, AttentionLayerBase):
 
 
 class PassWindow:
-    """The window of one layer in one pass on a CPU (`paged.Window`). Blocks below `division.near` hold their rows, all if there
-    are no pages for windows."""
+    """The window of one layer in one pass on a CPU (`paged.Window`). Blocks below `division.on_device` hold their rows, all if
+    there are no pages for windows."""
 
     def __init__(self, host: RowBlocks, division: Division, metadata: Window) -> None:
         self._host, self._blocks, self._slots, self._size = host, metadata.blocks, metadata.slots, host.block_size

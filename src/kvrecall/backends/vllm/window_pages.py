@@ -44,7 +44,7 @@ class WindowManager(SlidingWindowManager):
         super().__init__(kv_cache_spec, **kwargs)
         self._pages: Any = None
         """The pool of pages for windows; None before `link`, and where every block is its own page."""
-        self._near = 0
+        self._on_device = 0
         """The first blocks, which are their own pages."""
         self._blocks: Any = None
         """The manager of the blocks of the same layers."""
@@ -63,7 +63,8 @@ class WindowManager(SlidingWindowManager):
     def link(self, blocks: Any, others: Sequence[Any], division: Division) -> None:
         """Before a request comes. blocks: the manager of the blocks of the same layers, which is asked first. others: those of
         other layers."""
-        self._blocks, self._others, self._near = blocks, others, division.near if division.windows else division.blocks
+        self._blocks, self._others = blocks, others
+        self._on_device = division.on_device if division.windows else division.blocks
         if division.windows:
             size = self.block_pool.hash_block_size
             self._pages = BlockPool(num_gpu_blocks=1 + division.windows, enable_caching=False, hash_block_size=size)
@@ -105,7 +106,7 @@ class WindowManager(SlidingWindowManager):
             hashes = BlockHashListWithBlockSize(hashes, pool.hash_block_size, size)
         for number in range(first, len(found)):
             cached = pool.get_cached_block(hashes[number], [self._blocks.kv_cache_group_id])
-            if cached and cached[0].block_id < self._near:
+            if cached and cached[0].block_id < self._on_device:
                 found[number] = cached[0]
         return found
 
@@ -123,10 +124,10 @@ class WindowManager(SlidingWindowManager):
         if free < most:
             managers = self._blocks, *self._others
             coming = len(found) + sum(self._coming(manager, request_id, num_tokens) for manager in managers)
-            if (far := self._on_host(coming, most)) > free:
+            if (on_host := self._on_host(coming, most)) > free:
                 self._put_first(coming)
-                far = self._on_host(coming, most)
-            most = far
+                on_host = self._on_host(coming, most)
+            most = on_host
         return 0 if free >= most else self.block_pool.num_gpu_blocks + 1
 
     @staticmethod
@@ -145,12 +146,12 @@ class WindowManager(SlidingWindowManager):
 
     def _on_host(self, coming: int, most: int) -> int:
         """How many of the next `coming` blocks have their rows on the host; `most` if there are more."""
-        far = (block for block in islice(self._free_blocks(), coming) if block.block_id >= self._near)
-        return sum(1 for _ in islice(far, most))
+        on_host = (block for block in islice(self._free_blocks(), coming) if block.block_id >= self._on_device)
+        return sum(1 for _ in islice(on_host, most))
 
     def _put_first(self, count: int) -> None:
         """Makes up to `count` free blocks with rows on the device the next ones, those that were used longest ago."""
-        blocks = [*islice((block for block in self._free_blocks() if block.block_id < self._near), count)]
+        blocks = [*islice((block for block in self._free_blocks() if block.block_id < self._on_device), count)]
         for block in blocks:
             self.block_pool.free_block_queue.remove(block)
         self.block_pool.free_block_queue.prepend_n(blocks)
@@ -180,10 +181,10 @@ class WindowManager(SlidingWindowManager):
     def _page(self, request_id: str, number: int) -> Any:
         """The page of a block: itself, or a new one if its rows are on the host."""
         block = self._blocks.req_to_blocks[request_id][number]
-        return block if block.block_id < self._near else self._pages.get_new_blocks(1)[0]
+        return block if block.block_id < self._on_device else self._pages.get_new_blocks(1)[0]
 
     def _is_page(self, block: Any) -> bool:
-        return block.block_id >= self._near and not block.is_null
+        return block.block_id >= self._on_device and not block.is_null
 
     def cache_blocks(self, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         """Notes the prefixes that the pass completes by decoding."""

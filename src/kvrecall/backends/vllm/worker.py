@@ -81,16 +81,16 @@ class Worker(StockWorker):
         if current_platform.is_cpu():
             most = min(most, plan.blocks)
         if max(most, plan.blocks) < needed:
-            raise HostMemoryError((needed - divided(most).near) * plan.block_bytes, plan.limit, engine.longest)
+            raise HostMemoryError((needed - divided(most).on_device) * plan.block_bytes, plan.limit, engine.longest)
         blocks = most if override is None else override
         if blocks > most:  # vLLM does not check it
             raise ParameterError("num_gpu_blocks_override", f"at most {most:,}, whose rows fit", override, "Lower it.")
         division = divided(blocks)
-        engine.promise(blocks - division.near)
+        engine.promise(blocks - division.on_device)
         _log.info(
             "kvrecall: %d blocks of %d tokens, %d with rows in device memory, %d in host memory (%.1f GiB hold %d), "
             "%d pages for windows; %d tokens need %d blocks",
-            blocks, size, division.near, blocks - division.near, plan.limit / 2**30, plan.blocks, division.windows,
+            blocks, size, division.on_device, blocks - division.on_device, plan.limit / 2**30, plan.blocks, division.windows,
             engine.longest, needed,
         )  # fmt: skip
         return most * per_block
