@@ -63,7 +63,7 @@ class OwnChunkAttention:
 def copied(rows: Tensor, blocks: Tensor | None, tokens: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, int]]:
     """What `ChunkAttention.past` reads, a few thousand tokens at a time, in this dtype, and how many tokens that are."""
     size, bits = rows.shape[2], rows.view(torch.uint8) if rows.itemsize == 1 else rows  # not all of torch knows e4m3
-    most = max(1, STREAMED_TOKENS // size)
+    most = STREAMED_TOKENS // size
     for first in range(0, cdiv(tokens, size), most):
         behind = min(first + most, cdiv(tokens, size))
         held = rows[first:behind] if blocks is None else bits[blocks[first:behind]].view(rows.dtype)

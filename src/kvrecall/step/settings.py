@@ -18,6 +18,7 @@ from kvrecall.methods.registry import get, method_class, names
 from kvrecall.methods.settings import current, from_settings
 from kvrecall.methods.spec import RECOMMENDED_NAME, parse
 from kvrecall.step.memory import bytes_of
+from kvrecall.step.stream import STREAMED_TOKENS
 from kvrecall.trigger import EveryStep
 
 DEFAULT = "pariskv-balanced"
@@ -102,8 +103,9 @@ def whole_below(method: Method) -> int:
 
 def check_block_size(tokens: int, least: int = LEAST_BLOCK) -> None:
     """Raises ParameterError for an unsupported block size."""
-    if tokens < least or tokens.bit_count() != 1:
-        raise ParameterError("block_size", f"a power of two from {least} on", tokens, f"Give --block-size {BLOCK_TOKENS}.")
+    if not least <= tokens <= STREAMED_TOKENS or tokens.bit_count() != 1:
+        wanted = f"a power of two from {least} to {STREAMED_TOKENS}"
+        raise ParameterError("block_size", wanted, tokens, f"Give --block-size {max(least, BLOCK_TOKENS)}.")
 
 
 def row_dtype_of(cache_dtype: str) -> torch.dtype | None:

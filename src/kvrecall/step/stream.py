@@ -18,7 +18,7 @@ from kvrecall.core.structs import FAR_BIAS, HostTable, Pool, lasting_tensors
 from kvrecall.index.base import LayerShape
 
 STREAMED_TOKENS, PLACES = 8192, 3
-"""Tokens per streamed piece, at least one block, and the number of pieces in flight."""
+"""Tokens per streamed piece, which are those of the largest block, and the number of pieces in flight."""
 
 
 class RowBlocks:

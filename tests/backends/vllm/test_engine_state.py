@@ -332,7 +332,7 @@ LOCAL = SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel
 CONFIG = SimpleNamespace(
     additional_config={"kvrecall": {"method": "exact"}}, kv_transfer_config=None,
     parallel_config=LOCAL, scheduler_config=SimpleNamespace(scheduler_cls=None),
-    cache_config=SimpleNamespace(cache_dtype="auto", mamba_cache_mode="none"),
+    cache_config=SimpleNamespace(cache_dtype="auto"),
     speculative_config=None, device_config=SimpleNamespace(device_type="cpu"),
     model_config=SimpleNamespace(enable_sleep_mode=False, use_mla=False),
 )  # fmt: skip
@@ -352,7 +352,8 @@ CONFIG = SimpleNamespace(
         ),
         ("cache_config", SimpleNamespace(cache_dtype="fp8"), "kv_cache_dtype=fp8"),
         ("cache_config", SimpleNamespace(cache_dtype="auto", calculate_kv_scales=True), "calculate_kv_scales"),
-        ("cache_config", SimpleNamespace(cache_dtype="auto", mamba_cache_mode="align"), "align"),
+        ("model_config", SimpleNamespace(is_hybrid=True), "Mamba, convolution or linear-attention layers"),
+        ("model_config", SimpleNamespace(attention_chunk_size=8192), "layers that attend within chunks"),
         ("model_config", SimpleNamespace(enable_sleep_mode=True), "sleep mode"),
         ("model_config", SimpleNamespace(use_mla=True), "latent attention"),
         ("model_config", SimpleNamespace(is_mm_prefix_lm=True), "in both directions.*text alone"),
@@ -365,7 +366,7 @@ CONFIG = SimpleNamespace(
         (
             "cache_config",
             SimpleNamespace(cache_dtype="auto", user_specified_block_size=True, block_size=96),
-            "block_size: expected a power of two from 64 on",
+            "block_size: expected a power of two from 64 to 8192",
         ),
         ("parallel_config", SimpleNamespace(worker_cls="vllm.v1.worker.worker_base.WorkerBase"), "worker_cls: .*subclass"),
         ("additional_config", {"kvrecall": {"method": "prkv"}}, "Served are"),

@@ -256,6 +256,27 @@ def test_what_a_pass_completes_by_decoding_is_found_by_the_next_pass(
     assert engine.found(engine.request("d", text(2)), 140)[1] == 128, "a chunk of a prompt is stored before anybody reads it"
 
 
+def test_a_hole_in_a_cached_text_that_a_pass_fills_by_decoding_ends_what_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(monkeypatch, on_device=8, windows=14)
+    assert engine.begin("old", text(1), 0, 192)  # some of its blocks lie on the device
+    engine.ended()
+    engine.leave("old")
+    assert engine.begin("long", text(2), 0, 190)  # has most pages
+    engine.ended()
+    assert engine.begin("short", text(3), 0, 48)  # gets blocks on the device instead, from the middle of the old text
+    engine.ended()
+    engine.leave("short")
+    engine.leave("long")
+    begun = engine.found(engine.request("b", text(1)), 192)[1]
+    assert 0 < begun < 192
+    assert engine.begin("a", text(1), begun, 48 - 1)
+    engine.ended()
+    assert engine.go_on("a", 1)
+    assert begun <= engine.found(engine.request("b", text(1)), 192)[1] < begun + 48, "blocks behind the hole are still cached"
+    engine.ended()
+    assert engine.found(engine.request("b", text(1)), 192)[1] > begun + 48
+
+
 def test_who_ends_in_the_pass_holds_nobody_back(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(monkeypatch)
     engine.begin("a", text(1), 0, 127)

@@ -93,8 +93,13 @@ class WindowManager(SlidingWindowManager):
         return tuple(managers[group]._found(block_hashes, tokens) for group in kv_cache_group_ids), tokens
 
     def _is_fresh(self, hashes: Any, tokens: int) -> bool:
-        request, _ = self._fresh.get(hashes[tokens // self.block_pool.hash_block_size - 1], (None, 0))
-        return request is not None and request.num_computed_tokens < tokens
+        """Whether a pass completes one of the blocks of the first `tokens` tokens by decoding: those behind may be cached, if it
+        alone had been given to another request."""
+        size = self.block_pool.hash_block_size
+        return any(
+            stop <= tokens and request.num_computed_tokens < stop and hashes[stop // size - 1] == each
+            for each, (request, stop) in self._fresh.items()
+        )
 
     def _found(self, hashes: Any, tokens: int) -> list[Any]:
         """Blocks of the first `tokens` tokens, null blocks for those that need a page, and outside the window."""
