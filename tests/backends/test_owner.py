@@ -49,9 +49,9 @@ READS: dict[str, Callable[[kvrecall.RetrievalCache], Any]] = {
 UNGUARDED = {
     # They read what only the end of a call changes, or are given before any token is stored.
     "batch_size", "belongs_to", "captured", "fixed_layers", "from_file", "get_mask_sizes", "get_max_length",
-    "get_query_offset", "get_seq_length", "grows_too_long", "has_previous_state", "host_bytes", "is_compileable",
+    "get_query_offset", "get_seq_length", "factors_differ", "has_previous_state", "host_bytes", "is_compileable",
     "is_croppable", "is_dummy", "is_initialized", "is_linear", "is_recording_past", "is_sliding", "load", "members",
-    "retrieval_layers", "sequences", "fp8_rows", "valid", "wants_statistics",
+    "retrieval_layers", "rotary_kind", "sequences", "fp8_rows", "valid", "wants_statistics",
     # Parts of a forward pass or of another operation, or of caches without retrieval layers.
     "activate_past_recording", "block_tables", "early_initialization", "get_conv_state", "get_recurrent_state", "meet",
     "offload", "open_pass", "prefetch", "prepare_for", "take_statistics", "undo", "update",

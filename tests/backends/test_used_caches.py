@@ -281,3 +281,43 @@ def test_any_course_of_prompts_on_one_cache(model: Any) -> None:
                 last = torch.cat([seen[[1]], ids(4)], 1)
                 assert torch.equal(generate(model, other, last), fresh(model, last))
     assert min(refused, cut, gone_on) > 2
+
+
+@pytest.mark.parametrize("chunk", [199, 66, 64, 8])
+def test_a_prompt_s_answer_does_not_depend_on_its_chunks(model: Any, chunk: int) -> None:
+    """Also if few tokens are left for the last one: they do not search."""
+    prompt, method = ids(200, seed=11), kvrecall.Exact(top_k=4, **ZONES)
+    logits = [
+        generate(
+            model, kvrecall.RetrievalCache(model.config, method), prompt, prefill_chunk_size=size, max_new_tokens=1,
+            output_logits=True, return_dict_in_generate=True,
+        ).logits[0]
+        for size in (None, chunk)
+    ]  # fmt: skip
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-5)
+
+
+def test_a_short_second_turn_is_read_as_a_prompt(model: Any) -> None:
+    prompt, method = ids(200, seed=11), kvrecall.Exact(top_k=4, **ZONES)
+    logits = []
+    for turns in ([195, 200], [200]):
+        cache = kvrecall.RetrievalCache(model.config, method)
+        for length in turns:
+            made = generate(
+                model, cache, prompt[:, :length], max_new_tokens=1, output_logits=True, return_dict_in_generate=True
+            )
+        logits.append(made.logits[0])
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["ctkvr", "ctkvr:estimate=page-means", "raas", "h2o", "exact"])
+def test_a_step_that_is_cut_off_leaves_nothing_behind(model: Any, method: str) -> None:
+    cache = kvrecall.RetrievalCache(model.config, kvrecall.methods.parse(method).method(top_k=32, **ZONES))
+    with torch.no_grad(), kvrecall.attach(model):
+        model(ids(120), **cache_argument(cache))
+        alone = cache.fork()
+        for token in range(5, 13):
+            model(ids(1, seed=token + 50), **cache_argument(cache))
+            cache.crop(-1)
+            made, wanted = (model(ids(1, seed=token), **cache_argument(each)).logits for each in (cache, alone))
+            assert torch.equal(made, wanted)

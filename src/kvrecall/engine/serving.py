@@ -113,7 +113,7 @@ class Service:
         return document.prompt.conversation([text for _, text in messages])
 
     async def _start(self, body: Asking, ids: Tensor, tokens: int) -> Answering:
-        cache, known = await self._known(ids)
+        cache, known = await self._known(ids, ids.shape[1] + tokens)
         if cache is None:
             cache = RetrievalCache(self.model.config, self.method, host_rows=self.host_rows)
             cache.tokenizer = self.tokenizer
@@ -131,10 +131,10 @@ class Service:
         await answering.begin()
         return answering
 
-    async def _known(self, ids: Tensor) -> tuple[RetrievalCache | None, int]:
+    async def _known(self, ids: Tensor, final_tokens: int) -> tuple[RetrievalCache | None, int]:
         """As `PrefixStore.fork`, after prompts have been read that have much more in common with this one."""
         while True:
-            cache, known = await self._aside(lambda: self.prefixes.fork(ids))
+            cache, known = await self._aside(lambda: self.prefixes.fork(ids, final_tokens))
             longer = [done for other, done in self._reading if _common(other, ids) >= known + LEAST_TOKENS]
             if not longer:
                 return cache, known
@@ -265,10 +265,11 @@ class PrefixStore:
         self._kept: list[RetrievalCache] = []
         """The least recently used one first."""
 
-    def fork(self, ids: Tensor) -> tuple[RetrievalCache | None, int]:
-        """(a cache with the longest known beginning of the prompt `[1, T]`, its tokens), or (None, 0)."""
-        found = [(shared_tokens(each, ids), each) for each in self._kept]
-        found += [(shared_tokens(each, ids, whole=True), each) for each in self._sessions]
+    def fork(self, ids: Tensor, final_tokens: int) -> tuple[RetrievalCache | None, int]:
+        """(a cache with the longest known beginning of the prompt `[1, T]`, its tokens), or (None, 0). final_tokens: of prompt
+        and answer."""
+        found = [(shared_tokens(each, ids, final_tokens), each) for each in self._kept]
+        found += [(shared_tokens(each, ids, final_tokens, whole=True), each) for each in self._sessions]
         for tokens, cache in sorted(found, key=lambda each: each[0], reverse=True):
             if tokens < LEAST_TOKENS:
                 break

@@ -215,7 +215,7 @@ class Before:
 
 
 class LastSteps:
-    """Records of the decode steps of the last call, if it made several. Copies of the layer do not get them."""
+    """Records of the decode steps of the last call. Copies of the layer do not get them."""
 
     def __init__(self) -> None:
         self.forget()

@@ -53,10 +53,15 @@ def decode_step(
     """One token per sequence: appended, then attended together with the resident zones and what retrieval finds.
 
     queries: `[B, H_q, 1, D]`; keys, values: `[B, H_kv, 1, D]`; valid: one flag per sequence (None: all valid).
-    Returns `[B, H_q, 1, D]` in the queries' dtype. Mutates the layer.
+    Returns `[B, H_q, 1, D]` in the queries' dtype. Mutates the layer. Until it changes again, `LayerState.crop` undoes the step
+    exactly.
     """
-    layer.last_steps.forget()
-    return _step(layer, queries, keys, values, valid, params)
+    steps = layer.last_steps
+    steps.forget()
+    steps.before_step(layer)
+    out = _step(layer, queries, keys, values, valid, params)
+    steps.end(layer)
+    return out
 
 
 def decode_steps(

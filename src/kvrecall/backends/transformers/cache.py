@@ -114,7 +114,7 @@ class RetrievalCache(CacheState):
             fork._check_host(self.get_seq_length(), self.sequences, None, method)
         fork.method, fork._before, fork.on_queries = method, None, None
         fork.owner = Owner()
-        fork.running, fork.prefilling, fork.tokens = None, False, self.tokens.copy()
+        fork.running, fork.prefilling, fork.final_tokens, fork.tokens = None, False, 0, self.tokens.copy()
         model = None if self._model is None else self._model()
         if fork.statistics is None and model is not None and fork.wants_statistics:
             fork.statistics = statistics_of(model, self.tokenizer)

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
 
-from kvrecall.backends.transformers.families import ModelSignature, check_config, factor_switch, template
+from kvrecall.backends.transformers.families import ModelSignature, changing_rotary, check_config, factor_switch, template
 from kvrecall.backends.transformers.fingerprint import Computation, computation_of
 from kvrecall.backends.transformers.layer import RetrievalLayer
 from kvrecall.backends.transformers.owner import Owner, operation
@@ -124,6 +124,8 @@ class CacheState(Cache):
         """The session (`SavedState`) that this cache was last saved to or loaded from, or None; forks share it."""
         self._known_configs: dict[int, tuple[PretrainedConfig, bool]] = {}  # keeps configs alive, so that ids stay unique
         self.reserved_tokens = 0
+        self.final_tokens = 0
+        """Of the prompt and answer of a `generate` under way, for rotary embeddings that change with the length."""
         self.prefilling = False
         """Whether new tokens belong to a prompt, even if few; see `reading_prompt`."""
         self.prompt_length = 0
@@ -244,9 +246,15 @@ class CacheState(Cache):
                 layer.crop(tokens - layer.get_seq_length())
         self.tokens.truncate(tokens)
 
-    def grows_too_long(self, tokens: int) -> bool:
-        """Whether stored keys have a rotary embedding for shorter texts than `tokens` tokens."""
-        return self.long_factors is False and self.factor_switch is not None and tokens > self.factor_switch
+    def factors_differ(self, tokens: int) -> bool:
+        """Whether stored keys have other factors of longrope than a text of `tokens` tokens, prompt and answer, gets."""
+        known, switch = self.long_factors, self.factor_switch
+        return known is not None and switch is not None and known != (tokens > switch)
+
+    @property
+    def rotary_kind(self) -> str | None:
+        """As `families.changing_rotary`."""
+        return changing_rotary(self._config.get_text_config(decoder=True))
 
     def belongs_to(self, config: PretrainedConfig) -> bool:
         """Whether a layer's config describes the model that this cache was made for."""

@@ -46,20 +46,25 @@ def _generate(
         return own(*args, **kwargs)
     with request(cache, "model.generate"):
         captured = capture() if _may_capture() else None
-        with nullcontext() if captured is None else captured(model, cache, kwargs):
-            return own(*args, **kwargs)
+        try:
+            with nullcontext() if captured is None else captured(model, cache, kwargs):
+                return own(*args, **kwargs)
+        finally:
+            cache.final_tokens = 0
 
 
 def _prefill(model: PreTrainedModel, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Feeds the prompt of `generate` to the cache."""
+    """Feeds the prompt of `generate` to the cache. However few tokens are new or left for the last chunk, they are read as a
+    prompt, since answers must not depend on chunks; a single new token searches."""
     input_ids, config, given = args[:3]
     cache = given_cache(given)
-    if isinstance(cache, RetrievalCache):
-        cache.meet(model)  # a cache of another model is not cut
-        if cache.factor_switch is not None:
-            cache.reserved_tokens = max(cache.reserved_tokens, config.max_length)
-        _go_on(cache, input_ids, config, given)
-    return own(*args, **kwargs)
+    if not isinstance(cache, RetrievalCache):
+        return own(*args, **kwargs)
+    cache.meet(model)  # a cache of another model is not cut
+    new = _go_on(cache, input_ids, config, given)
+    cache.final_tokens = config.max_length
+    with cache.reading_prompt() if new > 1 else nullcontext():
+        return own(*args, **kwargs)
 
 
 def _prepare(model: PreTrainedModel, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -78,8 +83,9 @@ def _prepare(model: PreTrainedModel, own: Callable[..., Any], *args: Any, **kwar
 def _assist(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Begins assisted decoding. That the cache holds nothing is checked by the first forward pass."""
     given = kwargs["model_kwargs"]
-    if isinstance(given_cache(given), RetrievalCache):
+    if isinstance(cache := given_cache(given), RetrievalCache):
         _check_mask(given)
+        cache.final_tokens = kwargs["generation_config"].max_length
     return own(*args, **kwargs)
 
 
@@ -91,15 +97,17 @@ def _check_mask(given: dict[str, Any]) -> Any:
     return mask
 
 
-def _go_on(cache: RetrievalCache, input_ids: Tensor, config: GenerationConfig, given: dict[str, Any]) -> None:
-    """Checks a prompt `[B, T]` of `generate`, and cuts a used cache to the tokens that both have in common.
+def _go_on(cache: RetrievalCache, input_ids: Tensor, config: GenerationConfig, given: dict[str, Any]) -> int:
+    """Checks a prompt `[B, T]` of `generate`, and cuts a used cache to the tokens that both have in common. Returns how many
+    tokens are to be read.
 
     given: the prepared arguments of the model. Raises ParameterError, ShapeError and InterruptedPassError; the cache is
     unchanged then.
     """
     mask, held, tokens = _check_mask(given), cache.get_seq_length(), input_ids.shape[1]
     if not held:
-        return
+        embeddings = given.get("inputs_embeds")
+        return tokens if embeddings is None else embeddings.shape[1]
     cache.settle()
     if given.get("inputs_embeds") is not None:
         remedy = "Use a new cache or reset(), or pass input_ids."
@@ -108,14 +116,16 @@ def _go_on(cache: RetrievalCache, input_ids: Tensor, config: GenerationConfig, g
     # transformers drops a mask of ones alone, and notes its length.
     masked = mask.shape[-1] if isinstance(mask, Tensor) else getattr(config, "_mask_length", None)
     if masked == held + tokens:
-        return  # only what is new was passed
+        return tokens  # only what is new was passed
     if masked != tokens:
         expected = f"{tokens:,} columns, for the prompt, or {held + tokens:,}, with the {held:,} tokens that the cache holds"
         raise ShapeError("attention_mask", expected, masked, "Pass the tokenizer's attention_mask, or none.")
     same = held <= tokens and cache.tokens.common_prefix(input_ids, None if mask is None else mask.bool()) == held
-    kept = keep_prefix(cache, input_ids, mask, tokens - 1, config.max_length, needed=True)
+    final = max(config.max_length, cache.reserved_tokens)
+    kept = keep_prefix(cache, input_ids, mask, tokens - 1, final, needed=True)
     if kept < held and not same:
         warnings.warn(_CUT, RuntimeWarning, stacklevel=2)
+    return tokens - kept
 
 
 _CUT = (
@@ -136,8 +146,8 @@ def keep_prefix(
     only go back to those before the last forward pass; returns the length.
 
     attention_mask: `[B, T]`, 0 for padding, whose ids do not matter. final_tokens: of prompt and answer; keys whose rotary
-    embedding is for shorter texts are not kept. needed: whether a prompt without a common token is refused; otherwise the cache
-    is emptied. Synchronises once.
+    embedding is that of another length are not kept. needed: whether a prompt without a common token is refused; otherwise the
+    cache is emptied. Synchronises once.
 
     Raises ShapeError for another number of sequences or a refused prompt, and ParameterError if tokens that ids do not describe
     (embeddings, images) would have to be compared, or if the cache cannot remove tokens; the cache is unchanged then.
@@ -162,19 +172,22 @@ def keep_prefix(
         expected = f"the {held:,} tokens that the cache holds, or some of the first of them, and more behind them"
         remedy = "Pass the whole conversation; for another prompt use a new cache, reset(), or a cache.fork() made before."
         raise ShapeError("input_ids", expected, "another prompt", remedy)
-    if not common or cache.grows_too_long(final_tokens):
+    if not common or cache.factors_differ(final_tokens):
         cache.reset()
     return cache.rewind(common)
 
 
-def shared_tokens(cache: RetrievalCache, input_ids: Tensor, whole: bool = False) -> int:
+def shared_tokens(cache: RetrievalCache, input_ids: Tensor, final_tokens: int, whole: bool = False) -> int:
     """How many first tokens of a prompt `[1, T]` a fork of the cache can stand for, cut to them, without changing the answer.
 
-    cache: one sequence; it has read a prompt and decoded nothing. whole: all of its tokens, or none. At least two tokens are
+    cache: one sequence; it has read a prompt and decoded nothing. final_tokens: of prompt and answer. A rotary embedding that
+    changes with the length of the text shares nothing where it does. whole: all of its tokens, or none. At least two tokens are
     left to be read, because a single one would be a decode step. Running states, and windows that have moved on, cannot be cut.
     A cache that remembers the prompt's last queries is cut only if it remembers as many as a new one would.
     """
     held, total = cache.get_seq_length(), input_ids.shape[1]
+    if cache.factors_differ(final_tokens) or cache.rotary_kind == "dynamic":
+        return 0
     common = min(cache.tokens.common_prefix(input_ids), total - 2)
     if common == held:
         return held

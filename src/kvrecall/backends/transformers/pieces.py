@@ -102,7 +102,7 @@ def _last_position(module: Any, values: list[Any], running: CachePass, last: int
     switch = cache.factor_switch
     assert switch is not None
     if cache.long_factors is None or not running.before:
-        cache.long_factors = max(last + 1, cache.reserved_tokens) > switch
+        cache.long_factors = max(last + 1, cache.reserved_tokens, cache.final_tokens) > switch
     if not cache.long_factors and last >= switch:
         raise length_grown(switch, last + 1)
     return max(last, switch) if cache.long_factors else None

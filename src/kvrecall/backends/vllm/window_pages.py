@@ -93,8 +93,8 @@ class WindowManager(SlidingWindowManager):
         return tuple(managers[group]._found(block_hashes, tokens) for group in kv_cache_group_ids), tokens
 
     def _is_fresh(self, hashes: Any, tokens: int) -> bool:
-        """Whether a pass completes one of the blocks of the first `tokens` tokens by decoding: those behind may be cached, if it
-        alone had been given to another request."""
+        """Whether a pass completes one of the blocks of the first `tokens` tokens by decoding. Those behind it may be
+        cached, if it alone was evicted."""
         size = self.block_pool.hash_block_size
         return any(
             stop <= tokens and request.num_computed_tokens < stop and hashes[stop // size - 1] == each
