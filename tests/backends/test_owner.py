@@ -51,10 +51,10 @@ UNGUARDED = {
     "batch_size", "belongs_to", "captured", "fixed_layers", "from_file", "get_mask_sizes", "get_max_length",
     "get_query_offset", "get_seq_length", "factors_differ", "has_previous_state", "host_bytes", "is_compileable",
     "is_croppable", "is_dummy", "is_initialized", "is_linear", "is_recording_past", "is_sliding", "load", "members",
-    "retrieval_layers", "rotary_kind", "sequences", "fp8_rows", "valid", "wants_statistics",
+    "retrieval_layers", "rotary_kind", "sequences", "states", "fp8_rows", "valid", "wants_statistics",
     # Parts of a forward pass or of another operation, or of caches without retrieval layers.
-    "activate_past_recording", "block_tables", "early_initialization", "get_conv_state", "get_recurrent_state", "meet",
-    "offload", "open_pass", "prefetch", "prepare_for", "take_statistics", "undo", "update",
+    "activate_past_recording", "block_tables", "early_initialization", "get_conv_state", "get_recurrent_state",
+    "layer_statistics", "meet", "offload", "open_pass", "prefetch", "prepare_for", "take_statistics", "undo", "update",
     "update_conv_state", "update_indexer", "update_recurrent_state",
 }  # fmt: skip
 
@@ -247,7 +247,7 @@ def test_a_dead_pass_inside_an_open_attach_is_undone_by_the_next_operation(read:
         cache.on_queries = stop
         assert isinstance(in_threads([work])[0], KeyboardInterrupt)  # its thread is over; no hook has seen the exception
         cache.on_queries = None
-        assert cache.running is not None and not cache.running.alive()
+        assert cache.running is not None and cache.running.claim.ended
         if read == "forward":
             with pytest.raises(InterruptedPassError, match="70 tokens"):
                 work()

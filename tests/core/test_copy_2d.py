@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvrecall.cache.copies import copy_heads
 from kvrecall.core import cuda
-from kvrecall.core.fp8 import Fp8Rows, quantised
+from kvrecall.core.fp8 import Fp8Rows, part_of, quantised
 from tests.strategies import SEEDS, examples, gaussian
 
 KINDS = {"bf16": torch.bfloat16, "fp32": torch.float32, "uint8": torch.uint8}
@@ -49,7 +49,7 @@ def install(patch: pytest.MonkeyPatch, driver: Driver, to_device: bool = True) -
     """As if one of two CPU tensors were on GPU 0: the target of a copy, or its source."""
     patch.setattr(cuda, "_gpu", lambda source, target: (0, to_device))
     patch.setattr(cuda, "_function", lambda: driver)
-    patch.setattr(cuda, "_stream", lambda index: 77)
+    patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 77, raising=False)
     patch.setattr(torch.cuda, "current_device", lambda: 0)
     return driver
 
@@ -87,7 +87,7 @@ def test_rows_in_eight_bits_take_two_calls(tokens: int, dim: int, to_device: boo
     driver = install(monkeypatch, Driver(), to_device)
     source, target = (quantised(gaussian(seed, 3, 9, 2, dim)) for seed in range(2))
     old = Fp8Rows(target.numbers.clone(), target.scales.clone(), target.dtype)
-    copy_heads(source.part(2, 2 + tokens), target.part(3, 3 + tokens))
+    copy_heads(part_of(source, 2, 2 + tokens), part_of(target, 3, 3 + tokens))
     assert len(driver.calls) == 2
     for got, kept, new in zip(target[:2], old[:2], source[:2], strict=True):
         got, kept, new = got.view(torch.uint8), kept.view(torch.uint8), new.view(torch.uint8)

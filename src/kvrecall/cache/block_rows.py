@@ -154,14 +154,13 @@ class BlockBytes(BlockMemory):
 class _Place:
     """Where the rows lie.
 
-    blocks: how many have memory. fp8: for rows in eight bits, views of all blocks: the numbers e4m3
-    `[most blocks, H_kv, block_size, 2, D]`, and the scales fp32 `[most blocks, H_kv, block_size, 2]`.
+    blocks: how many have memory. fp8: for rows in eight bits, views of all blocks, `[most blocks, H_kv, block_size, 2, D]`.
     """
 
     region: Region | DeviceRegion
     on_device: bool
     blocks: int = 0
-    fp8: tuple[Tensor, Tensor] | None = None
+    fp8: Fp8Rows | None = None
 
 
 class BlockRows(BlockMemory):
@@ -200,7 +199,7 @@ class BlockRows(BlockMemory):
         """`[most blocks, H_kv, block_size, K|V, D]`; in eight bits e4m3, with the scales behind each block
         (`core.fp8.scales_of`)."""
         place = self._place
-        return place.region.tensor if place.fp8 is None else place.fp8[0]
+        return place.region.tensor if place.fp8 is None else place.fp8.numbers
 
     @property
     def fp8(self) -> bool:
@@ -218,8 +217,7 @@ class BlockRows(BlockMemory):
     def _part(self, place: _Place, block: int, start: int, stop: int) -> StoredRows:
         if place.fp8 is None:
             return place.region.tensor[block, :, start:stop]
-        numbers, scales = place.fp8
-        return Fp8Rows(numbers[block, :, start:stop], scales[block, :, start:stop], self.dtype)
+        return place.fp8.both(lambda x: x[block, :, start:stop])
 
     @property
     def on_device(self) -> bool:
@@ -299,7 +297,7 @@ class BlockRows(BlockMemory):
             return copy
         rows = self.block(block, 0, self.block_size)
         assert isinstance(rows, Fp8Rows)
-        copied = Fp8Rows(rows.numbers.clone(), rows.scales.clone(), rows.dtype)
+        copied = rows.both(Tensor.clone)
         copied.numbers.view(torch.uint8)[:, count:] = 0
         copied.scales[:, count:] = 0
         return block_of(copied)
@@ -344,7 +342,7 @@ class BlockRows(BlockMemory):
             # Rows may have moved to the host since `stored`.
             rows = quantised(rows) if self.fp8 and isinstance(rows, Tensor) else rows
             rows = rows if self.fp8 else dequantised(rows)
-            target = self.block(block, offset, offset + (rows.shape[1] if isinstance(rows, Tensor) else rows.tokens))
+            target = self.block(block, offset, offset + rows.shape[1])
             if rows.is_cuda and not self.on_device:
                 self._pending = rows_to_host(rows, target)
             else:
@@ -353,10 +351,8 @@ class BlockRows(BlockMemory):
     def _reserved_on_host(self) -> _Place:
         """Reserves address space for as many blocks as host memory could hold, or fewer if the process may not have so much."""
         block_bytes = block_nbytes(self.shape) if self._fp8 else self._block_bytes
-        blocks, device = (
-            self._mapped + cdiv(total_host_bytes(), block_bytes),
-            self.device if self.device.type == "cuda" else None,
-        )
+        blocks = self._mapped + cdiv(total_host_bytes(), block_bytes)
+        device = self.device if self.device.type == "cuda" else None
         while True:
             try:
                 if not self._fp8:
@@ -369,7 +365,7 @@ class BlockRows(BlockMemory):
                 blocks //= 2
         with lasting_tensors():
             numbers = numbers_of(memory.tensor, self.shape)
-            return _Place(memory, False, fp8=(numbers, scales_of(numbers)))
+            return _Place(memory, False, fp8=Fp8Rows(numbers, scales_of(numbers), self.dtype))
 
     def _reserved_on_device(self) -> Region | DeviceRegion | None:
         """The same on the device; None if it has no memory of its own, or no virtual memory management."""

@@ -78,7 +78,7 @@ def read_keys(source: RowSource, start: int, keys: Tensor) -> None:
 def _fill(rows: StoredRows, keys: Tensor) -> None:
     """Copies the keys of rows `[H_kv, n, 2, D]`."""
     if isinstance(rows, Fp8Rows):
-        keys.copy_(rows.to(keys.device).keys().dequantise())
+        keys.copy_(rows.both(lambda x: x.to(keys.device)[:, :, 0]).dequantise())
     elif rows.device == keys.device:
         keys.copy_(rows[:, :, 0])
     else:  # a copy moves whole runs of bytes; the CPU would have to gather the keys first
@@ -108,9 +108,8 @@ def _parts(source: RowSource, start: int, tokens: int) -> Iterator[tuple[StoredR
     """Rows start .. start + tokens - 1 in runs, each with the numbers of its first row and of its end, from `start` on."""
     at = 0
     for rows in source.stored(start, start + tokens):
-        count = rows.shape[1] if isinstance(rows, Tensor) else rows.tokens
-        yield rows, at, at + count
-        at += count
+        yield rows, at, at + rows.shape[1]
+        at += rows.shape[1]
 
 
 _PLACES_BYTES = 128 << 20
@@ -213,8 +212,11 @@ def rows_to_device(block: StoredRows, device: torch.device) -> Tensor:
     memory holds. Rows in eight bits are dequantised there."""
     if block.device == device or device.type != "cuda":
         return dequantised(block).to(device)
-    is_fp8 = isinstance(block, Fp8Rows)
-    rows = block.empty_on(device) if is_fp8 else torch.empty(block.shape, dtype=block.dtype, device=device)
+
+    def empty(x: Tensor) -> Tensor:
+        return torch.empty(x.shape, dtype=x.dtype, device=device)
+
+    rows = block.both(empty) if isinstance(block, Fp8Rows) else empty(block)
     copy_heads(block, rows)
     return dequantised(rows)
 

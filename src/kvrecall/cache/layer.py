@@ -52,7 +52,12 @@ class DevicePool:
 
     def rows(self) -> Rows:
         """All sequences' resident rows, as views; valid until the next change."""
-        return Rows(self._kv, self._device_lengths().unsqueeze(1).expand(-1, self._kv.shape[1]))
+        device, first = self._kv.device, self.lengths[0]
+        if self.lengths == [first] * len(self.lengths):
+            lengths = torch.full((len(self.lengths),), first, dtype=torch.int32, device=device)
+        else:
+            lengths = sent_integers(self.lengths, device)  # the host does not wait
+        return Rows(self._kv, lengths.unsqueeze(1).expand(-1, self._kv.shape[1]))
 
     def view(self, sequence: int, start: int = 0) -> Tensor:
         """One sequence's resident rows from `start` on, `[H_kv, n, 2, D]`; valid until the next change."""
@@ -92,13 +97,6 @@ class DevicePool:
                 chosen._kv, chosen._shared = self._kv[torch.tensor(sequences, device=self._kv.device, dtype=torch.int64)], False
         chosen.lengths = [self.lengths[b] for b in sequences]
         return chosen
-
-    def _device_lengths(self) -> Tensor:
-        """The lengths int32 `[B]` on the device; the host does not wait."""
-        device, first = self._kv.device, self.lengths[0]
-        if self.lengths == [first] * len(self.lengths):
-            return torch.full((len(self.lengths),), first, dtype=torch.int32, device=device)
-        return sent_integers(self.lengths, device)
 
     def make_room(self, tokens: int) -> None:
         """Ensures unshared rows with room for `tokens` tokens, so that storing them cannot run out of memory."""

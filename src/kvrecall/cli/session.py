@@ -30,9 +30,9 @@ class Runtime:
     @property
     def limit_tokens(self) -> int | None:
         """Tokens that the model's context holds, prompt and answer together; None if its config does not say."""
-        from kvrecall.engine.prefill import context_limit
+        from kvrecall.backends.transformers.families import context_limit
 
-        return context_limit(self.model)
+        return context_limit(self.model.config)
 
     @property
     def layer_count(self) -> int:

@@ -69,7 +69,7 @@ class Archive:
 
     def integer(self, name: str, value: int, least: int = 0, most: int = MOST) -> int:
         """An integer in least .. most."""
-        number = self._value(name, value)
+        number = self._entry(self.notes.values, name, value)
         if type(number) is not int or not least <= number <= most:
             self.refuse(name, f"a whole number in {least:,} .. {most:,}", number)
         return number
@@ -78,7 +78,7 @@ class Archive:
         self, name: str, values: Sequence[int], least: int = 0, most: int = MOST, count: int | None = None
     ) -> list[int]:
         """Integers in least .. most; `count` of them, None: any number."""
-        numbers = self._value(name, list(values))
+        numbers = self._entry(self.notes.values, name, list(values))
         if not isinstance(numbers, list) or any(type(x) is not int or not least <= x <= most for x in numbers):
             self.refuse(name, f"whole numbers in {least:,} .. {most:,}", numbers)
         if count is not None and len(numbers) != count:
@@ -87,14 +87,14 @@ class Archive:
 
     def number(self, name: str, value: float) -> float:
         """A finite number."""
-        number = self._value(name, float(value))
+        number = self._entry(self.notes.values, name, float(value))
         if type(number) not in (int, float) or not isfinite(number):
             self.refuse(name, "a finite number", number)
         return float(number)
 
     def flag(self, name: str, value: bool) -> bool:
         """True or False."""
-        flag = self._value(name, bool(value))
+        flag = self._entry(self.notes.values, name, bool(value))
         if type(flag) is not bool:
             self.refuse(name, "true or false", flag)
         return flag
@@ -109,7 +109,10 @@ class Archive:
     ) -> Tensor:  # fmt: skip
         """A tensor. shape: None for any size. least, below: range of its numbers. ascending: strictly, in the last dimension.
         finite: False for logarithms, which may be infinite."""
-        tensor = self._tensor(name, value)
+        assert value is not None or not self.saving, name
+        with lasting_tensors():
+            tensor = self._entry(self.notes.tensors, name, value, "a tensor")
+            tensor = tensor if self.saving else tensor.to(self.device)
         dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
         fits = len(shape) == tensor.ndim and all(want in (None, have) for want, have in zip(shape, tensor.shape, strict=False))
         if not fits or tensor.dtype not in dtypes:
@@ -135,23 +138,13 @@ class Archive:
         said = repr(got)
         raise SessionError(self._prefix + name, expected, said if len(said) < 80 else said[:77] + "...")
 
-    def _value(self, name: str, value: Value) -> Any:
+    def _entry(self, entries: dict[str, Any], name: str, entry: Any, kind: str = "a value") -> Any:
+        """Adds an entry and returns it, or returns the loaded one, once. kind: what is missing, for the error."""
         path = self._prefix + name
         if self.saving:
-            assert path not in self.notes.values, name
-            self.notes.values[path] = value
-            return value
-        if path not in self.notes.values:
-            self.refuse(name, "a value", "none")
-        return self.notes.values.pop(path)
-
-    def _tensor(self, name: str, value: Tensor | None) -> Tensor:
-        path = self._prefix + name
-        if self.saving:
-            assert value is not None and path not in self.notes.tensors, name
-            self.notes.tensors[path] = value
-            return value
-        if path not in self.notes.tensors:
-            self.refuse(name, "a tensor", "none")
-        with lasting_tensors():
-            return self.notes.tensors.pop(path).to(self.device)
+            assert path not in entries, name
+            entries[path] = entry
+            return entry
+        if path not in entries:
+            self.refuse(name, kind, "none")
+        return entries.pop(path)

@@ -144,10 +144,14 @@ def _start(copy: Copy2D, index: int) -> None:
     if torch.cuda.current_device() != index:
         with torch.cuda.device(index):
             return _start(copy, index)
-    status = _function()(ctypes.byref(copy), _stream(index))
+    bindings: Any = torch._C
+    stream = bindings._cuda_getCurrentRawStream(index)  # `torch.cuda.current_stream` would make an object on every call
+    status = _function()(ctypes.byref(copy), stream)
     if status == _INVALID_CONTEXT:  # a thread in which nothing was called that needs a context
-        _enter(index)
-        status = _function()(ctypes.byref(copy), _stream(index))
+        context = ctypes.c_void_p()  # the GPU's, which torch keeps as long as the process
+        check(cuda_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), index))
+        check(cuda_driver().cuCtxSetCurrent(context))
+        status = _function()(ctypes.byref(copy), stream)
     check(status)
 
 
@@ -164,19 +168,6 @@ def _function() -> Any:
     return function
 
 
-def _stream(index: int) -> int:
-    """The handle of a GPU's current stream. `torch.cuda.current_stream` would make an object on every call."""
-    bindings: Any = torch._C
-    return bindings._cuda_getCurrentRawStream(index)
-
-
-def _enter(index: int) -> None:
-    """Makes a GPU's context, which torch keeps as long as the process, the current one of this thread."""
-    context = ctypes.c_void_p()
-    check(cuda_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), index))
-    check(cuda_driver().cuCtxSetCurrent(context))
-
-
 _ALIGNED = 16
 """Bytes between the beginnings of tensors that are copied as one; every dtype fits."""
 
@@ -186,10 +177,8 @@ class HostCopy:
 
     def __init__(self, *tensors: Tensor) -> None:
         """Starts the copies, behind the work of the tensors' current stream."""
-        self._copies, self._done = (
-            [staging(tuple(x.shape), x.dtype).copy_(x, non_blocking=True) if x.is_cuda else x for x in tensors],
-            None,
-        )
+        self._copies = [staging(tuple(x.shape), x.dtype).copy_(x, non_blocking=True) if x.is_cuda else x for x in tensors]
+        self._done: torch.cuda.Event | None = None
         if device := next((tensor.device for tensor in tensors if tensor.is_cuda), None):
             self._done = torch.cuda.Event()
             self._done.record(torch.cuda.current_stream(device))

@@ -12,6 +12,7 @@ A block of rows `[H_kv, block_size, 2, D]` is one run of bytes: all numbers, the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from typing import NamedTuple
 
@@ -41,27 +42,13 @@ class Fp8Rows(NamedTuple):
         """The rows `[…, D]` in their dtype. Products are fp32, and nothing is as large as the rows in fp32."""
         return self.numbers.to(self.dtype).mul_(self.scales.unsqueeze(-1))
 
-    def part(self, start: int, stop: int) -> Fp8Rows:
-        """Tokens start .. stop - 1 of rows `[H_kv, n, 2, D]`, as a view."""
-        return Fp8Rows(self.numbers[:, start:stop], self.scales[:, start:stop], self.dtype)
-
-    def keys(self) -> Fp8Rows:
-        """Keys `[H_kv, n, D]` of rows `[H_kv, n, 2, D]`, as a view."""
-        return Fp8Rows(self.numbers[:, :, 0], self.scales[:, :, 0], self.dtype)
-
-    def to(self, device: torch.device) -> Fp8Rows:
-        """On a device."""
-        return Fp8Rows(self.numbers.to(device), self.scales.to(device), self.dtype)
-
-    def empty_on(self, device: torch.device) -> Fp8Rows:
-        """Uninitialised memory for rows of the same shape."""
-        numbers, scales = (torch.empty(x.shape, dtype=x.dtype, device=device) for x in (self.numbers, self.scales))
-        return Fp8Rows(numbers, scales, self.dtype)
+    def both(self, change: Callable[[Tensor], Tensor]) -> Fp8Rows:
+        """The rows with the numbers `[…, D]` and the scales `[…]` changed by the same function: a part, a copy."""
+        return Fp8Rows(change(self.numbers), change(self.scales), self.dtype)
 
     @property
-    def tokens(self) -> int:
-        """n of rows `[H_kv, n, 2, D]`."""
-        return self.numbers.shape[1]
+    def shape(self) -> torch.Size:
+        return self.numbers.shape
 
     @property
     def device(self) -> torch.device:
@@ -101,7 +88,7 @@ def dequantised(rows: StoredRows) -> Tensor:
 
 def part_of(rows: StoredRows, start: int, stop: int) -> StoredRows:
     """Tokens start .. stop - 1 of rows `[H_kv, n, 2, D]`, as a view."""
-    return rows[:, start:stop] if isinstance(rows, Tensor) else rows.part(start, stop)
+    return rows[:, start:stop] if isinstance(rows, Tensor) else rows.both(lambda x: x[:, start:stop])
 
 
 def check_host_rows(form: str) -> None:

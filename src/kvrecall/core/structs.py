@@ -222,18 +222,16 @@ def stack_rows(pairs: list[tuple[Tensor, Tensor]], biases: list[Tensor | None] |
     """Pads and stacks rows `[H_kv, T_b, 2, D]` with counts int32 `[H_kv]`, one pair per sequence, to a batch.
 
     biases: fp32 `[H_q, T_b]` per sequence, None for zeros."""
-    weighed = [bias for bias in biases or [] if bias is not None]
+    pad, bias, longest = torch.nn.functional.pad, None, max(rows.shape[1] for rows, _ in pairs)
+    weighed = [each for each in biases or [] if each is not None]
     if biases is not None and weighed:
         plain = weighed[0].new_zeros(len(weighed[0]), 0)
-        longest = max(rows.shape[1] for rows, _ in pairs)
-        filled = [plain if bias is None else bias for bias in biases]
-        padded = [torch.nn.functional.pad(bias, (0, longest - bias.shape[1])) for bias in filled]
-        return replace(stack_rows(pairs), bias=torch.stack(padded))
-    if len(pairs) == 1:
-        return Rows(pairs[0][0].unsqueeze(0), pairs[0][1].unsqueeze(0))
-    longest = max(rows.shape[1] for rows, _ in pairs)
-    padded = [torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, longest - rows.shape[1])) for rows, _ in pairs]
-    return Rows(torch.stack(padded), torch.stack([counts for _, counts in pairs]))
+        filled = [plain if each is None else each for each in biases]
+        bias = torch.stack([pad(each, (0, longest - each.shape[1])) for each in filled])
+    if len(pairs) == 1:  # views
+        return Rows(pairs[0][0].unsqueeze(0), pairs[0][1].unsqueeze(0), bias)
+    padded = [pad(rows, (0, 0, 0, 0, 0, longest - rows.shape[1])) for rows, _ in pairs]
+    return Rows(torch.stack(padded), torch.stack([counts for _, counts in pairs]), bias)
 
 
 def join_rows(batches: list[Rows]) -> Rows:

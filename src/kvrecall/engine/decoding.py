@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from copy import copy
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -59,7 +60,6 @@ class Decoding:
         self._told = 0
         """Steps that the model's arguments include."""
         self._outputs: Any = None
-        self._plain: bool | None = None
 
     def _prepare(self, model: Any, input_ids: Tensor, mask: Tensor, config: GenerationConfig, tokenizer: Any) -> None:
         """Lets `generate` prepare everything, and takes over where its decoding loop would begin."""
@@ -125,13 +125,10 @@ class Decoding:
     @property
     def joinable(self) -> bool:
         """Whether a step needs only tokens and positions, so that it can share a call with other requests."""
-        if not joinable(self.cache):
-            return False
-        if self._plain is None:
-            self._plain = self._is_plain()
-        return self._plain
+        return joinable(self.cache) and self._plain
 
-    def _is_plain(self) -> bool:
+    @cached_property
+    def _plain(self) -> bool:
         positions = self._arguments.get("position_ids")
         if positions is None or positions.ndim != 2 or positions.shape[0] != self._ids.shape[0]:
             return False

@@ -19,11 +19,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvrecall import methods
 from kvrecall.backends.transformers import RetrievalCache
+from kvrecall.backends.transformers.families import context_limit
 from kvrecall.core.errors import ContextLengthError, ParameterError, SessionError
 from kvrecall.core.texts import check_no_name, read_text
 from kvrecall.engine.generate_args import check_sampling, check_tokenizer
 from kvrecall.engine.job import GenerateResult
-from kvrecall.engine.prefill import Progress, context_limit, prefill
+from kvrecall.engine.prefill import Progress, prefill
 from kvrecall.engine.prompts import INSTRUCTION, DocumentPrompt, next_prompt
 from kvrecall.engine.request import Engine, Request, generate
 from kvrecall.layer.stats import CacheStats
@@ -140,7 +141,7 @@ class Document:
             name = "question" if len(questions) == 1 else f"questions[{number}]"
             _some(name, question)
             check_no_name(name, question, "Give its content, or write the question as a sentence.", existing=True)
-        limit = context_limit(self.model)
+        limit = context_limit(self.model.config)
         return [self.prompt.question(each, max_new_tokens=max_new_tokens, limit_tokens=limit) for each in questions]
 
     def read(
@@ -387,7 +388,7 @@ class Chat:
                 ids = document.prompt.prefix + behind[0]
             else:
                 ids = next_prompt(document.tokenizer, self._said, question)
-                limit = context_limit(document.model)
+                limit = context_limit(document.model.config)
                 if limit and len(ids) + max_new_tokens > limit:
                     raise ContextLengthError("conversation", max(0, limit - max_new_tokens), len(ids))
             cache = (self.cache or document.cache).fork()  # dropped if the turn fails

@@ -15,12 +15,12 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from kvrecall.backends.transformers import RetrievalCache
-from kvrecall.backends.transformers.families import transformers_model
+from kvrecall.backends.transformers.families import context_limit, transformers_model
 from kvrecall.backends.transformers.forward_pass import check_padding
 from kvrecall.core.errors import CaptureError, ContextLengthError, ParameterError
 from kvrecall.engine.decoding import generation_config
 from kvrecall.engine.lookup import check_lookup
-from kvrecall.engine.prefill import Progress, check_prompt, chunk_size, context_limit
+from kvrecall.engine.prefill import Progress, check_prompt, chunk_size
 from kvrecall.methods.base import Method
 
 
@@ -91,7 +91,7 @@ def check_args(
     if attention_mask is not None:
         check_padding(attention_mask, whole=True)
     check_sampling(max_new_tokens, temperature, top_p)
-    limit = context_limit(model)
+    limit = context_limit(model.config)
     if limit and input_ids.shape[1] + max_new_tokens > limit:
         raise ContextLengthError("prompt and answer", limit, input_ids.shape[1] + max_new_tokens)
     made, inner = isinstance(cache, Method), transformers_model(model)

@@ -23,13 +23,7 @@ from fastapi import Request as HTTPRequest
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from kvrecall.core.errors import (
-    ContextLengthError,
-    KVRecallError,
-    ParameterError,
-    RequestCancelledError,
-    UnknownNameError,
-)
+from kvrecall.core.errors import ContextLengthError, KVRecallError, ParameterError, RequestCancelledError, UnknownNameError
 from kvrecall.engine.openai_requests import Asking, ChatRequest, CompletionRequest, short
 from kvrecall.engine.serving import Answering, Service
 

@@ -54,10 +54,6 @@ class Job:
         self._start = self._first = self._end = 0.0
         self._sequences: Tensor | None = None
 
-    def alive(self) -> bool:
-        """Whether it has not ended."""
-        return not self.ended
-
     @property
     def decodes(self) -> bool:
         """Whether the prompt is read."""
@@ -128,7 +124,8 @@ class Job:
             if self.args.on_token is not None:
                 self.events.append(partial(self.args.on_token, len(self.steps)))
             if self._streamer is not None:
-                self.events.append(partial(self._streamer.put_ids, self.steps[-1]))
+                ids = torch.tensor(self.steps[-1], dtype=torch.int64, device="cpu")
+                self.events.append(partial(self._streamer.put, ids))
             if decoding.ended:
                 break
         decoding.settle()
@@ -216,10 +213,6 @@ class _Streamer(TextStreamer):
     def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_special_tokens=True)  # type: ignore[arg-type]
         self._on_text = on_text
-
-    def put_ids(self, ids: list[int]) -> None:
-        """Adds the ids of a step, of one sequence."""
-        self.put(torch.tensor(ids, dtype=torch.int64, device="cpu"))
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         if text:

@@ -24,9 +24,9 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 from kvrecall.backends.base import MOST_QUERIES
 from kvrecall.backends.transformers import RetrievalCache
 from kvrecall.backends.transformers.cache_name import output_with
+from kvrecall.backends.transformers.families import context_limit
 from kvrecall.core.errors import ParameterError
 from kvrecall.engine.decoding import Decoding
-from kvrecall.engine.prefill import context_limit
 
 NAME = "prompt_lookup_num_tokens"
 
@@ -35,10 +35,10 @@ class LookupDecoding(Decoding):
     """A request of one sequence."""
 
     def _take(self, made: Any, ends: list[Tensor]) -> None:
-        self._limit = context_limit(self.model)
+        self._limit = context_limit(self.model.config)
         self._guess: list[int] = []
         self._taking: Any = None
-        """The graph runner that made the last step, until its tokens are taken."""
+        """The graph that made the last step, until its tokens are taken."""
         self._generator_of_guesses = PromptLookupCandidateGenerator(
             eos_token_id=torch.cat(ends) if ends else None, num_output_tokens=made.prompt_lookup_num_tokens,
             max_matching_ngram_size=made.max_matching_ngram_size or 2, max_length=self._most,
@@ -83,7 +83,7 @@ class LookupDecoding(Decoding):
             if steps.refused:
                 say_uncaptured(steps.reason)
             return None
-        self._taking = steps.runner
+        self._taking = steps.runner.graph
         return logits[0, : 1 + len(self._guess)]
 
     def choose(self, logits: Tensor) -> Tensor:

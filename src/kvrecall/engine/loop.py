@@ -93,8 +93,13 @@ class Loop:
                 with self._changed:
                     if until():
                         break
+                    if self.drives_here():
+                        got, remedy = (
+                            "one inside a step of the same model",
+                            "Ask from outside the model's own modules and hooks.",
+                        )
+                        raise ParameterError("generate", "a call outside the model's steps", got, remedy)
                     if self._driver is not None:
-                        self._check_not_inside()
                         self._changed.wait()
                         continue
                 self._drive(job, lambda: until() or bool(job.events))
@@ -135,11 +140,6 @@ class Loop:
     def drives_here(self) -> bool:
         """Whether this thread is the driver."""
         return self._driver == threading.get_ident()
-
-    def _check_not_inside(self) -> None:
-        if self.drives_here():
-            remedy = "Ask from outside the model's own modules and hooks."
-            raise ParameterError("generate", "a call outside the model's steps", "one inside a step of the same model", remedy)
 
     def _drive(self, own: Job | None, until: Callable[[], bool]) -> None:
         """Releases cancelled requests, and works until `until()` is true, unless another thread drives.

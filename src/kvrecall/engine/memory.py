@@ -10,11 +10,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig
-from transformers.cache_utils import DynamicLayer
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from kvrecall.backends.memory import MemoryPlan, bytes_to_grow
-from kvrecall.backends.transformers.families import ModelSignature
+from kvrecall.backends.transformers.families import ModelSignature, attending_layers
 from kvrecall.cache.blocks import block_size_on
 from kvrecall.cache.device_memory import SPARE_BYTES, free_device_bytes
 from kvrecall.cache.host_memory import available_host_bytes
@@ -74,7 +73,7 @@ def plan(
     host_rows: as in `RetrievalCache`."""
     check_host_rows(host_rows)
     _check_counts(context_tokens=context_tokens, batch=batch)
-    model, numbers = ModelSignature.of(config), _served_layers(config)
+    model, numbers = ModelSignature.of(config), attending_layers(config)
     device_free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
     where = torch.device("cpu" if device_free is None else "cuda")  # decides the block size
     small = host_rows == "fp8"
@@ -100,11 +99,6 @@ def _check_counts(**counts: int) -> None:
     for name, value in counts.items():
         if value < 1:
             raise ParameterError(name, "an integer >= 1", value, "It is a count.")
-
-
-def _served_layers(config: PretrainedConfig) -> list[int]:
-    """Numbers of the layers whose keys and values kvrecall keeps: those with full attention."""
-    return [number for number, layer in enumerate(DynamicCache(config=config).layers) if type(layer) is DynamicLayer]
 
 
 UTILIZATION = 0.9
@@ -224,7 +218,7 @@ def _shapes(
     config: PretrainedConfig, model: ModelSignature, ranks: int, dtype: torch.dtype, kv_cache_dtype: str
 ) -> list[LayerShape]:
     """Of the layers that kvrecall serves, on one rank."""
-    layers = len(_served_layers(config))
+    layers = len(attending_layers(config))
     if not layers:
         raise ParameterError("model", "one with full-attention layers", "none", "kvrecall serves such layers.")
     if model.query_heads % ranks:
@@ -268,8 +262,7 @@ def host_need(args: GenerateArgs) -> int:
 
 def device_need(args: GenerateArgs) -> int:
     """GPU bytes that a request's windows and summaries still need."""
-    states = [layer.state for layer in args.cache.retrieval_layers if layer.state is not None]
-    if states:
+    if states := args.cache.states:
         return bytes_to_grow(states, args.total_tokens)
     return plan(
         args.model.config, context_tokens=args.total_tokens, method=args.cache.method, batch=args.sequences,

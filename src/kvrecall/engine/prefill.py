@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvrecall.backends.transformers import RetrievalCache, attach, families
+from kvrecall.backends.transformers import RetrievalCache, attach
 from kvrecall.backends.transformers.cache_name import cache_argument
-from kvrecall.backends.transformers.families import transformers_model
+from kvrecall.backends.transformers.families import context_limit, transformers_model
 from kvrecall.backends.transformers.forward_pass import check_padding
 from kvrecall.backends.transformers.generating import keep_prefix
 from kvrecall.backends.transformers.owner import request
@@ -98,11 +98,6 @@ def chunk_size(model: PreTrainedModel, chunk_tokens: int | None, sequences: int)
     return max(_LEAST_CHUNK, _CHUNK_TOKENS.get(model.device.type, 0) // max(1, sequences))
 
 
-def context_limit(model: PreTrainedModel) -> int | None:
-    """As in `families`, of a model."""
-    return families.context_limit(model.config)
-
-
 def check_prompt(model: PreTrainedModel, input_ids: Tensor, chunk_tokens: int | None, attention_mask: Tensor | None) -> None:
     """Raises ShapeError, ParameterError or ContextLengthError for impossible prompts and settings."""
     if not isinstance(input_ids, Tensor) or input_ids.dtype not in (torch.int64, torch.int32):
@@ -123,6 +118,6 @@ def check_prompt(model: PreTrainedModel, input_ids: Tensor, chunk_tokens: int | 
     if least < 0 or (words is not None and most >= words):
         expected, got = f"ids from 0 to below {words or 'the vocabulary'}", least if least < 0 else most
         raise ParameterError("input_ids", expected, got, "Use the model's own tokenizer; padding is an id of it too.")
-    limit = context_limit(model)
+    limit = context_limit(model.config)
     if limit and input_ids.shape[1] > limit:
         raise ContextLengthError("prompt", limit, input_ids.shape[1])

@@ -41,7 +41,7 @@ class DocumentPrompt:
         instruction: how to answer, between document and question.
         """
         texts = [document] if isinstance(document, str) else list(document)
-        head, middle, tail = _template(tokenizer, _instruction(instruction))
+        head, middle, tail = _template(tokenizer, instruction)
         body = plain_ids(tokenizer, texts[0].rstrip())
         for text in texts[1:]:
             body += plain_ids(tokenizer, "\n\n") + plain_ids(tokenizer, text.rstrip())
@@ -55,7 +55,7 @@ class DocumentPrompt:
         of an answer. answered: whether the model has decoded some of the tokens; needed if that marker is plain text, which a
         document may hold too.
         """
-        _, middle, tail = _template(tokenizer, _instruction(instruction))
+        _, middle, tail = _template(tokenizer, instruction)
         marked = answered or not set(tail).isdisjoint(tokenizer.all_special_ids)
         if marked and _contains(held, tail):
             middle, tail = _turn(tokenizer)
@@ -154,15 +154,12 @@ def raw_prompt(tokenizer: Any, text: str) -> list[int]:
     return _start_ids(tokenizer) + plain_ids(tokenizer, text)
 
 
-def _instruction(instruction: str) -> str:
-    return f"\n\n{instruction}\nQuestion: "
-
-
 def _template(tokenizer: Any, instruction: str) -> tuple[list[int], list[int], list[int]]:
     """Ids before the document, between document and question, and after the question."""
-    rendered = _rendered(tokenizer, _INTRODUCTION + _DOCUMENT + instruction + _QUESTION)
+    between = f"\n\n{instruction}\nQuestion: "
+    rendered = _rendered(tokenizer, _INTRODUCTION + _DOCUMENT + between + _QUESTION)
     if rendered is None:
-        middle = plain_ids(tokenizer, instruction)
+        middle = plain_ids(tokenizer, between)
         return _start_ids(tokenizer) + plain_ids(tokenizer, _INTRODUCTION), middle, plain_ids(tokenizer, "\nAnswer:")
     head, rest = rendered.split(_DOCUMENT)
     middle, tail = rest.split(_QUESTION)

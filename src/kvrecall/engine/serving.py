@@ -21,12 +21,13 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvrecall.backends.transformers import RetrievalCache
+from kvrecall.backends.transformers.families import context_limit
 from kvrecall.backends.transformers.generating import shared_tokens
+from kvrecall.backends.transformers.token_log import first_true
 from kvrecall.core.errors import ContextLengthError, ParameterError, RequestCancelledError, UnknownNameError
 from kvrecall.engine.decoding import generation_config
 from kvrecall.engine.document import Document
 from kvrecall.engine.openai_requests import Asking, ChatRequest, CompletionRequest
-from kvrecall.engine.prefill import context_limit
 from kvrecall.engine.prompts import marked_prompt, messages_prompt
 from kvrecall.engine.request import Engine, Request
 from kvrecall.methods.base import Method
@@ -51,7 +52,7 @@ class Service:
         self.model, self.tokenizer, self.name, self.method = model, tokenizer, name, method
         self.host_rows: Literal["plain", "fp8"] = host_rows
         self.sessions = dict(sessions or {})
-        self.limit = min((tokens for tokens in (context, context_limit(model)) if tokens), default=None)
+        self.limit = min((tokens for tokens in (context, context_limit(model.config)) if tokens), default=None)
         ends = generation_config(model, tokenizer, 1, 0.0, 1.0, None).eos_token_id
         self.ends: list[int] = ends if isinstance(ends, list) else [] if ends is None else [ends]
         embeddings: Any = model.get_input_embeddings()
@@ -239,8 +240,7 @@ class _TextDecoder:
 def _common(a: Tensor, b: Tensor) -> int:
     """How many first ids `[1, ·]` are the same."""
     width = min(a.shape[1], b.shape[1])
-    differs = (a[0, :width] != b[0, :width]).nonzero()
-    return int(differs[0]) if differs.numel() else width
+    return first_true(a[0, :width] != b[0, :width])
 
 
 def _begun(text: str, stops: list[str]) -> int:

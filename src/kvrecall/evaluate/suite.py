@@ -13,8 +13,8 @@ from itertools import islice
 from typing import Any
 
 from kvrecall.backends.transformers import RetrievalCache
+from kvrecall.backends.transformers.families import context_limit
 from kvrecall.core.errors import ContextLengthError, ParameterError
-from kvrecall.engine.prefill import context_limit
 from kvrecall.engine.prompts import DocumentPrompt, chat_prompt, next_turn
 from kvrecall.evaluate import drift
 from kvrecall.evaluate.asking import Asker, Conversation, costs
@@ -54,7 +54,7 @@ class Suite:
                 self._check_room(generated(spec))
             elif is_drift(spec):
                 self._check_drift(spec)
-        limit = context_limit(self.asker.model)
+        limit = context_limit(self.asker.model.config)
         if limit is None:
             return
         for spec in self.plan.tasks:

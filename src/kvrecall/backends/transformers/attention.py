@@ -71,10 +71,8 @@ def retrieval_attention(
         kwargs, attention_mask = {name: value for name, value in kwargs.items() if name != "sliding_window"}, None
     params = _params(module, query, kwargs)
     if attention_mask is not None and attention_mask.ndim != 2:
-        raise UnsupportedModelError(
-            _family(module),
-            "a mask that is not causal (image tokens or a prefix that see each other in both directions)",
-        )
+        got = "a mask that is not causal (image tokens or a prefix that see each other in both directions)"
+        raise UnsupportedModelError(_family(module), got)
     out = layer.attend(query.to(key.dtype), key, value, attention_mask, params)
     if torch.is_grad_enabled() and query.requires_grad:
         out = _NoGradient.apply(out, query)
@@ -166,12 +164,8 @@ class _NoGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
-        raise ParameterError(
-            "backward",
-            "a forward pass without a RetrievalCache",
-            "one with it",
-            "Retrieval has no gradient; train without a cache.",
-        )
+        remedy = "Retrieval has no gradient; train without a cache."
+        raise ParameterError("backward", "a forward pass without a RetrievalCache", "one with it", remedy)
 
 
 NAME = "kvrecall"

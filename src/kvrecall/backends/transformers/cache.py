@@ -33,11 +33,7 @@ from kvrecall.backends.transformers.statistics import statistics_of
 from kvrecall.backends.transformers.token_log import TokenLog
 from kvrecall.cache.device_memory import has_own_memory, room_for_rows
 from kvrecall.cache.host_memory import available_host_bytes
-from kvrecall.core.errors import (
-    HostMemoryError,
-    NotAttachedError,
-    ParameterError,
-)
+from kvrecall.core.errors import HostMemoryError, NotAttachedError, ParameterError
 from kvrecall.core.fp8 import host_row_bytes
 from kvrecall.core.structs import lasting_tensors
 from kvrecall.core.texts import integer
@@ -90,7 +86,7 @@ class RetrievalCache(CacheState):
     def stats(self) -> CacheStats:
         """Counters per layer and in total; waits for a forward pass of another thread. On a GPU it also raises for non-finite
         keys."""
-        return CacheStats.collect(self.method, [layer.state for layer in self.retrieval_layers if layer.state is not None])
+        return CacheStats.collect(self.method, self.states)
 
     @operation("fork", reads=True)
     def fork(self, method: Method | None = None, *, rows_on_device: bool | None = None) -> RetrievalCache:
@@ -193,7 +189,7 @@ class RetrievalCache(CacheState):
         sequences = integer("sequences", sequences, "Give the number of sequences.", least=1)
         present = self.get_seq_length()
         self._check_host(max(0, tokens - present), sequences, None)
-        check_device([layer.state for layer in self.retrieval_layers if layer.state is not None], tokens)
+        check_device(self.states, tokens)
         self.reserved_tokens = tokens
         for layer in self.retrieval_layers:
             if layer.state is not None:
@@ -207,8 +203,9 @@ class RetrievalCache(CacheState):
         Raises NotAttachedError outside a call of an attached model.
         """
         self._check_called()
-        if layer_idx == self._attention_numbers[0]:
-            self._begin_pass(key_states)
+        tokens = key_states.shape[2]
+        if layer_idx == self._attention_numbers[0] and tokens > _CHECKED_TOKENS:
+            self._check_host(tokens, key_states.shape[0], key_states)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -336,10 +333,6 @@ class RetrievalCache(CacheState):
         self._before = LayersBefore.of(self.layers, self.get_seq_length())
         return ForwardPass(claim, [CachePass(self, inputs)])
 
-    def _begin_pass(self, keys: Tensor) -> None:
-        if keys.shape[2] > _CHECKED_TOKENS:  # memory must be available before any layer stores
-            self._check_host(keys.shape[2], keys.shape[0], keys)
-
     def _check_host(self, tokens: int, sequences: int, keys: Tensor | None, method: Method | None = None) -> None:
         """Raises HostMemoryError if the host has no room for `tokens` more tokens. method: for new layers, by default the
         cache's."""
@@ -358,7 +351,7 @@ class RetrievalCache(CacheState):
         dtype, device: of the keys while the cache is empty; None: two bytes per number, the model's device. method: for new
         layers, by default the cache's.
         """
-        states = [layer.state for layer in self.retrieval_layers if layer.state is not None]
+        states = self.states
         dtype = states[0].shape.dtype if states else dtype or torch.bfloat16
 
         def rows(small: bool) -> int:

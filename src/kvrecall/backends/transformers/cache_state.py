@@ -28,6 +28,8 @@ from kvrecall.core.extras import check_process
 from kvrecall.core.fp8 import check_host_rows
 from kvrecall.core.structs import lasting_tensors
 from kvrecall.core.texts import integer
+from kvrecall.index.statistics import LayerStatistics
+from kvrecall.layer.state import LayerState
 from kvrecall.methods.base import Method
 
 
@@ -47,7 +49,8 @@ class LayersBefore:
     def of(layers: Iterable[Any], tokens: int) -> LayersBefore:
         """The current state of transformers' layers among `layers`."""
         with lasting_tensors(), torch.no_grad():
-            return LayersBefore(tokens, [(layer, _copied(vars(layer))) for layer in layers if _has_state(layer)])
+            kept = [layer for layer in layers if isinstance(layer, DynamicLayer) or keeps_running_state(layer)]
+            return LayersBefore(tokens, [(layer, _copied(vars(layer))) for layer in kept])
 
     def restore(self) -> None:
         """Puts every layer back; may be repeated."""
@@ -67,10 +70,6 @@ def can_crop(layer: Any) -> bool:
         return layer.record_past and layer.is_croppable
     window = getattr(layer, "sliding_window", None) if isinstance(layer, DynamicLayer) else None
     return window is None or getattr(layer, "record_past", False) or layer.get_seq_length() < window
-
-
-def _has_state(layer: Any) -> bool:
-    return isinstance(layer, DynamicLayer) or keeps_running_state(layer)
 
 
 def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
@@ -164,9 +163,14 @@ class CacheState(Cache):
         return [layer for layer in self.layers if isinstance(layer, RetrievalLayer)]
 
     @property
+    def states(self) -> list[LayerState]:
+        """The states of the layers that retrieve and have one: all of them, or none while the cache is empty."""
+        return [layer.state for layer in self.retrieval_layers if layer.state is not None]
+
+    @property
     def sequences(self) -> int:
         """B, the number of sequences; 0 while the cache is empty."""
-        return max((x.state.shape.sequences for x in self.retrieval_layers if x.state is not None), default=0)
+        return max((state.shape.sequences for state in self.states), default=0)
 
     @property
     def valid(self) -> Tensor | None:
@@ -177,6 +181,10 @@ class CacheState(Cache):
     def fp8_rows(self) -> bool:
         """Whether rows in host memory are in eight bits."""
         return self.host_rows == "fp8"
+
+    def layer_statistics(self, layer: int, kv_heads: int, dim: int) -> LayerStatistics | None:
+        """The key statistics of a layer, if it has these heads; else None."""
+        return None if self.statistics is None else self.statistics.layer(layer, kv_heads, dim)
 
     def meet(self, model: PreTrainedModel) -> None:
         """Before a forward pass: the model with its adapters must compute as it did when it filled the cache.
@@ -224,11 +232,11 @@ class CacheState(Cache):
 
     def _recover(self) -> bool:
         """Ends an interrupted forward pass; returns whether it was undone."""
-        if self.running is not None and self.running.alive():
+        if self.running is not None and not self.running.claim.ended:
             return False
         undone = any([layer.mend() for layer in self.retrieval_layers])
         if self.running is not None:
-            undone = self.running.abandon(undone)
+            undone = self.running.whole.abandon(undone)
         if undone or len(set(map(self._length, self._attention_numbers))) > 1:
             self.undo(self.get_seq_length())
             return True
@@ -272,7 +280,7 @@ class CacheState(Cache):
         CacheInUseError and ParameterError."""
         if not captured:
             self._check_not_captured(what)
-        if self.running is not None and self.running.alive():
+        if self.running is not None and not self.running.claim.ended:
             if not inside:
                 remedy = "Call it between two calls of the model; the cache is unchanged."
                 raise CacheInUseError(what, "a call outside a forward pass of the cache", "one inside it", remedy)
@@ -290,10 +298,10 @@ class CacheState(Cache):
 
     def _device(self) -> torch.device:
         """The layers' device; while it is unknown, a GPU if there is one."""
-        known = [layer.state.shape.device for layer in self.retrieval_layers if layer.state is not None]
-        model = None if self._model is None else self._model()
-        if known or model is not None:
-            return known[0] if known else model.device  # type: ignore[union-attr]
+        for state in self.states:
+            return state.shape.device
+        if (model := None if self._model is None else self._model()) is not None:
+            return model.device
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

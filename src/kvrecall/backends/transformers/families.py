@@ -47,15 +47,13 @@ def check_config(config: PretrainedConfig) -> None:
         raise UnsupportedModelError(family, "ALiBi, a bias by position that an index does not see")
     if not getattr(text, "num_hidden_layers", None):
         raise UnsupportedModelError(family, "a config that does not tell the number of layers")
-    layers = template(config)
-    if not any(type(layer) is DynamicLayer for layer in layers):
-        kinds = ", ".join(sorted({type(layer).__name__ for layer in layers})) or "none"
+    layers = attending_layers(config)
+    if not layers:
+        kinds = ", ".join(sorted({type(layer).__name__ for layer in template(config)})) or "none"
         raise UnsupportedModelError(family, f"no layer that only attends, and to the whole context (its cache layers: {kinds})")
     if getattr(text, "num_kv_shared_layers", 0):
         raise UnsupportedModelError(family, "layers that attend to the keys of another layer (num_kv_shared_layers)")
-    for number, layer in enumerate(layers):
-        if type(layer) is not DynamicLayer:
-            continue
+    for number in layers:
         if not getattr(layer_config(text, number), "num_attention_heads", None):
             raise UnsupportedModelError(family, "a config that does not tell the number of attention heads")
         dim = Heads.of(text, number).dim
@@ -77,10 +75,8 @@ def check_model(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(family, "a model with a cache class of its own")
     for part in model.modules():
         if isinstance(part, PreTrainedModel) and not part._can_set_attn_implementation():
-            raise UnsupportedModelError(
-                part.config.model_type or type(part).__name__,
-                "attention of its own that does not go through transformers' attention interface",
-            )
+            got = "attention of its own that does not go through transformers' attention interface"
+            raise UnsupportedModelError(part.config.model_type or type(part).__name__, got)
 
 
 def changing_rotary(config: PretrainedConfig) -> str | None:
@@ -119,16 +115,10 @@ def _rotaries(config: PretrainedConfig) -> list[dict[str, Any]]:
 def transformers_model(model: Any) -> PreTrainedModel:
     """`model` itself, or the transformers model inside a wrapper such as PEFT's. Raises ParameterError for anything else, and
     for a wrapper that puts learned tokens before the prompt."""
-    if isinstance(model, PreTrainedModel):
-        found = [model]
-    elif isinstance(model, nn.Module):
-        found = _outermost(model)
-    else:
-        found = []
+    found = _outermost(model) if isinstance(model, nn.Module) else []
     if len(found) != 1:
-        raise ParameterError(
-            "model", "a transformers PreTrainedModel", type(model).__name__, "Load it with AutoModelForCausalLM."
-        )
+        remedy = "Load it with AutoModelForCausalLM."
+        raise ParameterError("model", "a transformers PreTrainedModel", type(model).__name__, remedy)
     if any(_compiled(part) for part in model.modules() if _attends(part)):
         raise ParameterError("model", "a model that is not compiled", "one from torch.compile", COMPILED)
     if model is not found[0] and getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
@@ -155,6 +145,11 @@ def template(config: PretrainedConfig) -> list[Any]:
     return DynamicCache(config=config).layers
 
 
+def attending_layers(config: PretrainedConfig) -> list[int]:
+    """Numbers of the layers that attend to the whole context; their keys and values are kvrecall's."""
+    return [number for number, layer in enumerate(template(config)) if type(layer) is DynamicLayer]
+
+
 @dataclass(frozen=True)
 class Heads:
     """The attention heads of one layer: query heads, KV heads, numbers per head."""
@@ -168,11 +163,8 @@ class Heads:
         """Heads of layer `number` of a text config."""
         own = layer_config(text, number)
         query = own.num_attention_heads
-        return Heads(
-            query,
-            getattr(own, "num_key_value_heads", None) or query,
-            getattr(own, "head_dim", None) or own.hidden_size // query,
-        )
+        kv = getattr(own, "num_key_value_heads", None) or query
+        return Heads(query, kv, getattr(own, "head_dim", None) or own.hidden_size // query)
 
 
 def layer_config(text: Any, number: int) -> Any:
@@ -202,8 +194,7 @@ class ModelSignature:
     def of(config: PretrainedConfig) -> ModelSignature:
         """Signature of the text decoder of a model's config; heads are those of its first full-attention layer."""
         text = config.get_text_config(decoder=True)
-        ours = [number for number, layer in enumerate(template(config)) if type(layer) is DynamicLayer]
-        heads = Heads.of(text, ours[0] if ours else 0)
+        heads = Heads.of(text, next(iter(attending_layers(config)), 0))
         return ModelSignature(text.model_type, text.num_hidden_layers, heads.query, heads.kv, heads.dim)
 
     def __str__(self) -> str:

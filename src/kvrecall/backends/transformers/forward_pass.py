@@ -29,7 +29,7 @@ _LEAST_AGAIN = 16
 def current() -> ForwardPass | None:
     """This thread's current pass, or None."""
     running: ForwardPass | None = getattr(_local, "running", None)
-    return running if running is not None and running.parts and running.alive() else None
+    return running if running is not None and running.parts and not running.claim.ended else None
 
 
 @dataclass(frozen=True)
@@ -49,24 +49,14 @@ class CachePass:
     """A cache's part of a forward pass."""
 
     whole: ForwardPass
+    claim: Claim
+    """That of the whole pass."""
 
     def __init__(self, cache: CacheState, inputs: Inputs) -> None:
         self.cache, self.inputs = cache, inputs
         self.before = cache.get_seq_length()
         self.attended: set[int] = set()
         """Numbers of the retrieval layers that have attended."""
-
-    def alive(self) -> bool:
-        """Whether the call of the model still runs."""
-        return self.whole.alive()
-
-    def here(self) -> bool:
-        """Whether this thread makes the call."""
-        return self.whole.here()
-
-    def abandon(self, torn: bool = False) -> bool:
-        """See `ForwardPass.abandon`."""
-        return self.whole.abandon(torn)
 
     def enter(self, running: CachePass | None) -> None:
         """Makes it the pass of its cache and of its layers; None: ends that."""
@@ -90,10 +80,8 @@ class CachePass:
         self.cache.undo(self.before)
         if not failed:
             layers = ", ".join(map(str, missing[:8])) + (", …" if len(missing) > 8 else "")
-            raise UnsupportedModelError(
-                self.cache.signature.model_type,
-                f"a forward pass in which the attention of layers {layers} did not go through that interface",
-            )
+            got = f"a forward pass in which the attention of layers {layers} did not go through that interface"
+            raise UnsupportedModelError(self.cache.signature.model_type, got)
 
 
 class ForwardPass:
@@ -105,7 +93,7 @@ class ForwardPass:
         self.parts = list(parts)
         """Empty once the pass has been accepted or undone."""
         for part in parts:
-            part.whole = self
+            part.whole, part.claim = self, claim
         self.own_causal_mask: Callable[[], Any] | None = None
         """Makes the causal mask for the model's own attention function."""
         self._undo = ExitStack()
@@ -123,14 +111,6 @@ class ForwardPass:
         if len(self.parts) == 1:
             check_inputs(self.parts[0].cache, inputs)
             self.parts[0].inputs = inputs
-
-    def alive(self) -> bool:
-        """Whether the call that began it still runs."""
-        return self.claim.alive()
-
-    def here(self) -> bool:
-        """Whether this thread makes the call."""
-        return self.claim.here()
 
     def finish(self, failed: bool) -> None:
         """Accepts the pass for parts that did not fail, and undoes it for the others; if the call failed, for all.
@@ -224,13 +204,10 @@ def _check_not_again(cache: CacheState, inputs: Inputs, held: int) -> None:
     ids = inputs.ids
     if ids is None or held < _LEAST_AGAIN or ids.shape[1] <= held or cache.tokens.common_prefix(ids) < held:
         return
-    expected, got = (
-        f"the tokens behind the {held:,} that the cache holds",
-        f"these {held:,} again and {ids.shape[1] - held:,} more",
-    )
-    remedy = (
-        "Use engine.generate, which goes on from what is held; a text that does say it twice goes into cache.reading_prompt()."
-    )
+    expected = f"the tokens behind the {held:,} that the cache holds"
+    got = f"these {held:,} again and {ids.shape[1] - held:,} more"
+    remedy = "Use engine.generate, which goes on from what is held; "
+    remedy += "a text that does say it twice goes into cache.reading_prompt()."
     raise ShapeError("input_ids", expected, got, remedy)
 
 

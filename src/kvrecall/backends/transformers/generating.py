@@ -17,6 +17,7 @@ from kvrecall.backends.transformers.cache import RetrievalCache
 from kvrecall.backends.transformers.cache_name import given_cache
 from kvrecall.backends.transformers.forward_pass import check_padding
 from kvrecall.backends.transformers.owner import request
+from kvrecall.backends.transformers.token_log import first_true
 from kvrecall.core.errors import ParameterError, ShapeError, UnsupportedModelError
 
 Capture: TypeAlias = Callable[[PreTrainedModel, RetrievalCache, dict[str, Any]], AbstractContextManager[None]]
@@ -162,8 +163,8 @@ def keep_prefix(
     padding = torch.zeros_like(mask)
     if cache.valid is not None:
         padding[:, :width] = ~cache.valid[:, :width].to(padding.device)
-    moved = (padding[:, :width] == mask[:, :width]).any(0).nonzero()  # padding on one side only
-    shared = min(cache.tokens.common_prefix(input_ids, mask), int(moved[0]) if moved.numel() else width)
+    moved = (padding[:, :width] == mask[:, :width]).any(0)  # padding on one side only
+    shared = min(cache.tokens.common_prefix(input_ids, mask), first_true(moved))
     common = min(shared, most)
     if common < held and not cache.tokens.known:
         remedy = "Call reset() first, or use a new cache."
@@ -191,10 +192,6 @@ def shared_tokens(cache: RetrievalCache, input_ids: Tensor, final_tokens: int, w
     common = min(cache.tokens.common_prefix(input_ids), total - 2)
     if common == held:
         return held
-    states = [layer.state for layer in cache.retrieval_layers if layer.state is not None]
-    if cache.fixed_layers():
-        return 0
-    watched = any(state.index is not None and state.index.observes_attention for state in states)
-    if whole or watched or any(state.log is not None and held > max(total, state.log.window) for state in states):
-        return 0
-    return common
+    watched = any(state.index is not None and state.index.observes_attention for state in cache.states)
+    longer = any(state.log is not None and held > max(total, state.log.window) for state in cache.states)
+    return 0 if whole or watched or longer or cache.fixed_layers() else common

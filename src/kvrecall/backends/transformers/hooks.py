@@ -34,13 +34,7 @@ from kvrecall.backends.transformers.multi_request import JointCache
 from kvrecall.backends.transformers.owner import Claim
 from kvrecall.backends.transformers.pieces import wrapped_parts
 from kvrecall.backends.transformers.rotary_module import CALL
-from kvrecall.core.errors import (
-    CacheInUseError,
-    CacheModelError,
-    NotAttachedError,
-    ParameterError,
-    UnsupportedModelError,
-)  # fmt: skip
+from kvrecall.core.errors import CacheInUseError, CacheModelError, NotAttachedError, ParameterError, UnsupportedModelError
 from kvrecall.core.extras import check_process
 
 _lock = threading.RLock()
@@ -192,10 +186,10 @@ class Attachment:
 
     def _end_passes(self) -> None:
         """Makes the model call its own attention function where a pass is over; `_lock` is held."""
-        for dead in [running for running in self._running if not running.alive()]:
+        for dead in [running for running in self._running if running.claim.ended]:
             dead.restore()
             self._interrupted.update(part.cache for part in dead.parts)
-        self._running = [running for running in self._running if running.alive()]
+        self._running = [running for running in self._running if not running.claim.ended]
 
     def _call(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A call of the model, or of a model inside it."""
@@ -207,7 +201,7 @@ class Attachment:
         if not cache.belongs_to(self._config):
             raise CacheModelError(str(cache.signature), self._config.model_type or type(self._config).__name__)
         running = cache.running
-        if running is not None and running.alive() and running.here():  # a model inside the one that was called
+        if running is not None and not running.claim.ended and running.claim.here():  # a model inside the one that was called
             return own(*args, **kwargs)
         claim = Claim("cache", is_pass=True)
         try:
@@ -252,7 +246,7 @@ def _inputs_behind_hooks(module: Any, running: ForwardPass) -> Iterator[None]:
         return
 
     def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if running.here():
+        if running.claim.here():
             running.meet(_inputs(args, kwargs))
 
     handle = module.register_forward_pre_hook(see, with_kwargs=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,17 +18,10 @@ from kvrecall.cache.block_rows import say_not_on_device
 from kvrecall.cache.blocks import BlockTable
 from kvrecall.cache.copies import rows_to_device
 from kvrecall.cache.device_memory import has_own_memory, room_for_rows
-from kvrecall.core.errors import (
-    CacheModelError,
-    DeviceError,
-    ParameterError,
-    ShapeError,
-    UnsupportedModelError,
-)  # fmt: skip
+from kvrecall.core.errors import CacheModelError, DeviceError, ParameterError, ShapeError, UnsupportedModelError
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import AttentionParams
 from kvrecall.index.base import LayerShape, with_statistics
-from kvrecall.index.statistics import LayerStatistics
 from kvrecall.index.table import WIDE
 from kvrecall.layer.history import mend
 from kvrecall.layer.state import LayerState
@@ -40,15 +34,31 @@ LAYER_TAG = "_kvrecall_layer"
 """Attribute of the key tensor that `update` returns; the attention function finds its layer by it."""
 
 
-class TaggedLayer(Protocol):
-    """The layer interface that the attention function uses."""
+class TaggedLayer(CacheLayerMixin):
+    """A cache layer that passes new tokens to the attention function, which finds the layer by them and calls `attend`: the
+    protocol of transformers never passes queries or masks to a cache. Its length has no limit."""
 
-    is_sliding: bool
-    """Whether it is a sliding window."""
+    is_sliding = False
 
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: memory exists already, or `attend` makes it."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Passes the new tokens `[B, H_kv, T, D]` to the attention function; stores nothing."""
+        return self.tagged(*as_attended(key_states, value_states))
+
+    def tagged(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The tensors, tagged so that the attention function finds this layer."""
+        for side in (keys, values):
+            setattr(side, LAYER_TAG, self)
+        return keys, values
+
+    @abstractmethod
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, params: AttentionParams) -> Tensor:
         """Stores the new tokens' keys and values `[B, H_kv, T, D]` and attends: queries `[B, H_q, T, D]` -> as queries."""
-        ...
+
+    def get_max_length(self) -> int:
+        return -1
 
 
 def as_attended(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,27 +70,19 @@ def as_attended(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     return keys.to(dtype), values.to(dtype)
 
 
-def tagged(layer: TaggedLayer, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """The tensors, tagged so that the attention function finds `layer`."""
-    for side in (keys, values):
-        setattr(side, LAYER_TAG, layer)
-    return keys, values
-
-
 def no_pickle() -> ParameterError:
     """The error of pickle, torch.save and multiprocessing, which cannot hold a cache."""
     remedy = "Save it by cache.save(folder) and load it by RetrievalCache.load; in this process, copy it by cache.fork()."
     return ParameterError("cache", "another way than pickle to copy or send it", "pickle", remedy)
 
 
-class RetrievalLayer(CacheLayerMixin):
-    """Implements the cache-layer protocol. The protocol never passes queries or masks to a cache, so `update` only checks, and
-    the attention function calls `attend` with the queries, which stores.
+class RetrievalLayer(TaggedLayer):
+    """`update` only checks; `attend` stores, and makes the state, because only queries show how many query heads this process
+    has.
 
     Lengths for transformers are logical: they count padding, which is never stored.
     """
 
-    is_sliding = False
     is_croppable = True
 
     def __init__(self, number: int) -> None:
@@ -98,14 +100,11 @@ class RetrievalLayer(CacheLayerMixin):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise no_pickle()
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: `attend` makes the state, because only queries show how many query heads this process has."""
-
     def _begin(self, cache: Any, queries: Tensor, keys: Tensor) -> None:
         """Makes an empty state for this process's heads; under tensor parallelism they are a part of the model's.
         cache: its `CacheState`."""
         b, heads, _, dim = keys.shape
-        known = self._statistics(cache, heads, dim)
+        known = cache.layer_statistics(self.number, heads, dim)
         shape = LayerShape(b, queries.shape[1], heads, dim, keys.dtype, keys.device, known, fp8_rows=cache.fp8_rows)
         with explained(self.number, shape, cache.method, max(cache.reserved_tokens, keys.shape[2])):
             tables = cache.block_tables(self.number, b, keys.device)
@@ -128,17 +127,12 @@ class RetrievalLayer(CacheLayerMixin):
         say_not_on_device(need, shape.device)
         return False
 
-    def _statistics(self, cache: Any, heads: int, dim: int) -> LayerStatistics | None:
-        """The key statistics of this layer, if it has these heads; else None."""
-        known = cache.statistics
-        return None if known is None else known.layer(self.number, heads, dim)
-
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Checks the new tokens `[B, H_kv, T, D]` and passes them to the attention function; stores nothing."""
         key_states, value_states = as_attended(key_states, value_states)
         if self.captured is None:
             self._check(key_states, value_states)
-        return tagged(self, key_states, value_states)
+        return self.tagged(key_states, value_states)
 
     def _check(self, keys: Tensor, values: Tensor) -> None:
         """Raises for tokens that this layer cannot store."""
@@ -190,7 +184,7 @@ class RetrievalLayer(CacheLayerMixin):
         running.attended.add(self.number)
         return out
 
-    def count_captured(self, tokens: int = 1) -> None:
+    def count_captured(self, tokens: int) -> None:
         """Counts tokens that captured decoding has added."""
         self._logical += tokens
 
@@ -205,12 +199,6 @@ class RetrievalLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         return self._logical
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def get_max_cache_shape(self) -> int:
-        return -1
 
     def offload(self) -> None:
         """Nothing to do: the retrieval zone is on the host already."""
@@ -252,7 +240,7 @@ class RetrievalLayer(CacheLayerMixin):
         copy, method = RetrievalLayer(self.number), cache.method
         if self.state is not None:
             shape = self.state.shape
-            shape = with_statistics(shape, copy._statistics(cache, shape.kv_heads, shape.head_dim))
+            shape = with_statistics(shape, cache.layer_statistics(self.number, shape.kv_heads, shape.head_dim))
             if method.zone_sizes() == self.state.store.sizes:
                 stays = self.state.store.on_device and not method.searches(self.number)
                 on_device = cache.rows_on_device is None and (stays or copy.rows_on_device(cache, shape, self._logical))

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from kvrecall.backends.transformers import forward_pass
 from kvrecall.backends.transformers.cache import RetrievalCache
 from kvrecall.backends.transformers.forward_pass import CachePass, ForwardPass, Inputs
-from kvrecall.backends.transformers.layer import RetrievalLayer, as_attended, tagged
+from kvrecall.backends.transformers.layer import RetrievalLayer, TaggedLayer
 from kvrecall.backends.transformers.owner import Claim
 from kvrecall.core.errors import NotAttachedError, ParameterError, ShapeError, UnsupportedModelError
 from kvrecall.core.structs import AttentionParams
@@ -110,7 +110,7 @@ class JointCache(Cache):
 
     def align(self) -> None:
         """After an interrupted step: restores the members to their state before it."""
-        if self.running is not None and not self.running.alive():
+        if self.running is not None and self.running.claim.ended:
             self.running.abandon()
         for member in self.members:
             member.align()
@@ -122,10 +122,8 @@ def joinable(cache: RetrievalCache) -> bool:
     return plain and len(cache.layers) == cache.signature.layers and cache.get_seq_length() > 0
 
 
-class JointLayer(CacheLayerMixin):
+class JointLayer(TaggedLayer):
     """One layer of all members."""
-
-    is_sliding = False
 
     def __init__(self, members: list[RetrievalCache], rows: list[slice], failed: dict[int, Exception], number: int) -> None:
         """The first three as in `JointCache`, which shares them."""
@@ -133,13 +131,6 @@ class JointLayer(CacheLayerMixin):
         self._members, self._rows, self._failed, self.number = members, rows, failed, number
         self._family = members[0].signature.model_type
         self.is_initialized = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the members' layers exist."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Passes the new tokens `[rows, H_kv, 1, D]` to the attention function."""
-        return tagged(self, *as_attended(key_states, value_states))
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, params: AttentionParams) -> Tensor:
         """Each member stores and attends to its own rows: queries `[rows, H_q, 1, D]` -> as queries.
@@ -167,9 +158,3 @@ class JointLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         raise NotTogetherError(self._family, "a model that asks for one length of all rows, which belong to different requests")
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def get_max_cache_shape(self) -> int:
-        return -1

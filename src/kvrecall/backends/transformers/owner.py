@@ -34,10 +34,7 @@ class Request(Protocol):
     """Several forward passes over one cache that belong together."""
 
     name: str
-
-    def alive(self) -> bool:
-        """Whether it goes on."""
-        ...
+    ended: bool
 
     def here(self) -> bool:
         """Whether this thread works for it."""
@@ -57,10 +54,6 @@ class Claim:
     def here(self) -> bool:
         """Whether this thread made it."""
         return self._thread == threading.get_ident()
-
-    def alive(self) -> bool:
-        """Whether its call still runs."""
-        return not self.ended
 
 
 class Owner:
@@ -82,7 +75,7 @@ class Owner:
 
     def _granted(self, claim: Claim) -> bool:
         with _lock:
-            self._claims = [each for each in self._claims if each.alive()]
+            self._claims = [each for each in self._claims if not each.ended]
             if not claim.reads:
                 self._check(claim.name)
             if claim not in self._claims:
@@ -109,11 +102,11 @@ class Owner:
     def check(self, name: str) -> None:
         """Raises CacheInUseError if the cache cannot be changed from this thread now. name: of the change."""
         with _lock:
-            self._claims = [each for each in self._claims if each.alive()]
+            self._claims = [each for each in self._claims if not each.ended]
             self._check(name)
 
     def _check(self, name: str) -> None:
-        if self._request is not None and not self._request.alive():
+        if self._request is not None and self._request.ended:
             self._request = None
         if self._claims and self._claims[0].is_pass and not self._claims[0].here():
             raise CacheInUseError(name, "one forward pass at a time", "a pass in another thread")
@@ -140,9 +133,7 @@ def operation(
     called while steps are captured. recovers: False for one that looks after an interrupted pass itself.
     """
 
-    def claiming(
-        work: Callable[Concatenate[_C, _P], _R],
-    ) -> Callable[Concatenate[_C, _P], _R]:
+    def claiming(work: Callable[Concatenate[_C, _P], _R]) -> Callable[Concatenate[_C, _P], _R]:
         @wraps(work)
         def claimed(cache: _C, *args: _P.args, **kwargs: _P.kwargs) -> _R:
             claim = Claim(name, reads=reads)

@@ -104,12 +104,7 @@ def _last_position(module: Any, values: list[Any], running: CachePass, last: int
     if cache.long_factors is None or not running.before:
         cache.long_factors = max(last + 1, cache.reserved_tokens, cache.final_tokens) > switch
     if not cache.long_factors and last >= switch:
-        raise length_grown(switch, last + 1)
+        expected = f"at most {switch:,} tokens behind keys whose rotary embedding is for texts up to that length"
+        remedy = "Read the text again with cache.reserve(final length) before, as generate does."
+        raise ParameterError("cache", expected, last + 1, remedy)
     return max(last, switch) if cache.long_factors else None
-
-
-def length_grown(switch: int, tokens: int) -> ParameterError:
-    """The error for a text that grows beyond the length where its rotary embedding changes."""
-    expected = f"at most {switch:,} tokens behind keys whose rotary embedding is for texts up to that length"
-    remedy = "Read the text again with cache.reserve(final length) before, as generate does."
-    return ParameterError("cache", expected, tokens, remedy)

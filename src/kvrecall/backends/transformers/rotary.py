@@ -23,10 +23,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
 
 from kvrecall.backends.transformers.cache_name import cache_argument
-from kvrecall.backends.transformers.families import Heads, context_limit, template
+from kvrecall.backends.transformers.families import Heads, attending_layers, context_limit
 from kvrecall.backends.transformers.rotary_module import ModelRotary, RotaryCall, state_of
 from kvrecall.index.statistics import NoRotary, Rotary, rotate, rotate_back
 
@@ -86,7 +85,6 @@ def rotaries_of(model: PreTrainedModel) -> Rotaries:
 
 def ask_model(model: PreTrainedModel) -> Rotaries:
     """As `rotaries_of`, without keeping the result and without a warning."""
-    numbers = [number for number, layer in enumerate(template(model.config)) if type(layer) is DynamicLayer]
     try:
         probe = _Probe(model)
         probe.run()
@@ -95,7 +93,7 @@ def ask_model(model: PreTrainedModel) -> Rotaries:
     except Exception:  # families differ in their arguments
         probe = None
     layers, unknown = {}, []
-    for number in numbers:
+    for number in attending_layers(model.config):
         rotary, sample = None, None if probe is None else probe.samples.get(number)
         if probe is None or sample is None:
             heads = Heads.of(model.config.get_text_config(decoder=True), number)

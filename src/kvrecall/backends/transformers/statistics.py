@@ -25,11 +25,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, DynamicCache, PretrainedConfig, PreTrainedModel
 
 from kvrecall.backends.transformers import statistics_file
-from kvrecall.backends.transformers.attention import (
-    OBSERVER_TAG,
-    decoder_configs,
-    switched,
-)
+from kvrecall.backends.transformers.attention import OBSERVER_TAG, decoder_configs, switched
 from kvrecall.backends.transformers.fingerprint import Fingerprint, computation_of
 from kvrecall.backends.transformers.rotary import Rotaries, call_decoder, local, rotaries_of, text_decoder
 from kvrecall.backends.transformers.statistics_file import ModelStatistics, StatisticsFile
@@ -95,7 +91,8 @@ def statistics_of(model: PreTrainedModel, tokenizer: Any = None) -> ModelStatist
         key = computation, source.digest, own  # also tells apart weights that cannot be read
         found = known.pop(key, None) or (None if own is None else _read(model, own[0], fingerprint))
         if found is None:
-            path = None if _several_processes() else statistics_file.path_for(fingerprint, source.digest)
+            several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1  # each with some of the heads
+            path = None if several else statistics_file.path_for(fingerprint, source.digest)
             found = (None if path is None else _read(model, path, fingerprint)) or compute(model, source, fingerprint, path)
         known[key] = found  # the latest is the last
         while len(known) > _KEPT:
@@ -126,11 +123,6 @@ def compute(model: PreTrainedModel, source: Source, fingerprint: Fingerprint, pa
         said += " No usable tokenizer was found: give it, attach(model, tokenizer=…)."
     warnings.warn(said, stacklevel=2)
     return ModelStatistics.of(rotaries, found)
-
-
-def _several_processes() -> bool:
-    """Whether this process may have a part of the heads only."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def observed(model: PreTrainedModel, ids: tuple[int, ...], rotaries: Rotaries) -> dict[int, KeyStatistics]:

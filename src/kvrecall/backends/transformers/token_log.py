@@ -16,7 +16,8 @@ class TokenLog:
 
     def __init__(self) -> None:
         self._pieces: list[Tensor] = []
-        self._known = True
+        self.known = True
+        """False after tokens that ids alone do not describe: embeddings, images."""
         self._answer: int | None = None
         """Tokens before the first one that was decoded."""
 
@@ -24,11 +25,6 @@ class TokenLog:
     def answered(self) -> bool:
         """Whether some tokens were decoded: fed one by one or few at a time, and not as a prompt."""
         return self._answer is not None
-
-    @property
-    def known(self) -> bool:
-        """False after tokens that ids alone do not describe: embeddings, images."""
-        return self._known
 
     def add(self, ids: Tensor | None, start: int, stored: int, described: bool = True, prompt: bool = False) -> None:
         """Adds `stored` tokens after the first `start` of each sequence: ids `[B, stored]`, None for embeddings. described:
@@ -39,10 +35,10 @@ class TokenLog:
         if not prompt and self._answer is None:
             self._answer = start
         if ids is None or ids.shape[1] != stored or self._length() != start:
-            self._pieces, self._known = [], False
+            self._pieces, self.known = [], False
         else:
             self._pieces.append(ids.detach().clone())
-            self._known = self._known and described
+            self.known = self.known and described
             if len(self._pieces) > _MOST_PIECES:
                 self._pieces = [torch.cat(self._pieces, 1)]
 
@@ -60,7 +56,7 @@ class TokenLog:
         if self._answer is not None and tokens <= self._answer:
             self._answer = None
         if not tokens:
-            self._known = True
+            self.known = True
 
     def select(self, sequences: list[int]) -> None:
         """Reorders: sequence i becomes the old `sequences[i]`."""
@@ -71,7 +67,7 @@ class TokenLog:
     def copy(self) -> TokenLog:
         """An independent log with the same ids."""
         other = TokenLog()
-        other._pieces, other._known, other._answer = list(self._pieces), self._known, self._answer
+        other._pieces, other.known, other._answer = list(self._pieces), self.known, self._answer
         return other
 
     def common_prefix(self, ids: Tensor, counted: Tensor | None = None) -> int:
@@ -86,13 +82,12 @@ class TokenLog:
         same = held[:, :width] == ids[:, :width].to(held.device)
         if counted is not None:
             same |= ~counted[:, :width].to(held.device)
-        differs = (~same.all(0)).nonzero()
-        return int(differs[0]) if differs.numel() else width
+        return first_true(~same.all(0))
 
     def archive(self, archive: Archive, sequences: int, tokens: int) -> None:
         """Saves or loads the ids; see `core.archive`. tokens: stored tokens per sequence."""
         held = archive.optional("ids", self.ids(), (sequences, tokens), torch.int64, least=0)
-        self._known = archive.flag("known", self._known)
+        self.known = archive.flag("known", self.known)
         if self.answered if archive.saving else archive.knows("answer"):
             self._answer = archive.integer("answer", self._answer or 0, most=tokens)
         if not archive.saving:
@@ -100,3 +95,9 @@ class TokenLog:
 
     def _length(self) -> int:
         return sum(piece.shape[1] for piece in self._pieces)
+
+
+def first_true(flags: Tensor) -> int:
+    """The number of the first flag of bool `[n]` that is true; n if none is. Synchronises."""
+    found = flags.nonzero()
+    return int(found[0]) if found.numel() else len(flags)

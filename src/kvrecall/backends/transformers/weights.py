@@ -70,15 +70,13 @@ def digest(decoder: nn.Module) -> str | None:
     hosted: dict[tuple[torch.device, torch.dtype], Iterator[Tensor]] = {}
     for kind, found in samples.items():
         with torch.autocast(kind[0].type, enabled=False):  # it would join them in the dtype of the caller's thread
-            hosted[kind] = iter(_hosted(torch.cat(found)).split([*map(len, found)]))
+            numbers = torch.cat(found).cpu()
+            if numbers.is_floating_point():
+                numbers = torch.where(numbers.abs() < _SMALLEST, 0.0, numbers).float()
+            hosted[kind] = iter(numbers.split([*map(len, found)]))
     for kind in chosen:
         sha.update(next(hosted[kind]).numpy().tobytes())
     return sha.hexdigest()
-
-
-def _hosted(numbers: Tensor) -> Tensor:
-    numbers = numbers.cpu()
-    return torch.where(numbers.abs() < _SMALLEST, 0.0, numbers).float() if numbers.is_floating_point() else numbers
 
 
 def _in_use(decoder: nn.Module) -> list[tuple[str, Any, bool]]:

@@ -11,7 +11,6 @@ from kvrecall.backends.transformers.families import changing_rotary
 from kvrecall.backends.transformers.layer import RetrievalLayer
 from kvrecall.core.errors import CaptureError
 from kvrecall.core.launch import LEAST_CAPABILITY
-from kvrecall.index.base import Captured, IndexConfig
 from kvrecall.layer.slots.base import require_pinned
 from kvrecall.layer.slots.dense import require_on_device
 from kvrecall.methods.base import Method
@@ -35,9 +34,7 @@ def check_capture(model: PreTrainedModel, cache: RetrievalCache) -> None:
     check_layers(text, cache)
     if (kind := changing_rotary(text)) is not None:
         raise CaptureError(f"rotary embedding {kind!r} changes with the length", PLAIN)
-    for state in (layer.state for layer in cache.retrieval_layers):
-        if state is None:
-            continue
+    for state in cache.states:
         if state.shape.device.type != "cuda":
             raise CaptureError(f"the model is on {state.shape.device}", "Move it to a CUDA device.")
         if state.index is None:
@@ -102,13 +99,10 @@ def _check_method(method: Method) -> None:
         raise CaptureError(reason, 'Use index="pages", or static=None.')
     if method.prune_config() is not None:
         raise CaptureError("selections are pruned on the host", PLAIN)
-    if method.estimate_config() is not None:
-        _check_page_means(method, config, config.captured)
-
-
-def _check_page_means(method: Method, config: IndexConfig, captured: Captured) -> None:
+    if method.estimate_config() is None:
+        return
     remedy = "Decode uncaptured (capture=None), or with estimate=None."
-    if not captured.page_means:
+    if not config.captured.page_means:
         raise CaptureError(f"page means with index {config.name!r} have no kernel", remedy)
     if (trigger := method.trigger_config().name) != "every-step":
         raise CaptureError(f"with trigger {trigger!r} a held selection outlives the pages of its estimate", remedy)
@@ -116,8 +110,6 @@ def _check_page_means(method: Method, config: IndexConfig, captured: Captured) -
 
 def long_enough(cache: RetrievalCache) -> bool:
     """Whether every sequence is long enough to be searched. Shorter ones attend to everything, which graphs do not support."""
-    states = [layer.state for layer in cache.retrieval_layers]
-    if any(state is None for state in states):
-        return False
-    searching = [state for state in states if state is not None and state.index is not None]
-    return not any(state.attends_whole_zone(b) for state in searching for b in range(state.shape.sequences))
+    states, searching = cache.states, [state for state in cache.states if state.index is not None]
+    short = any(state.attends_whole_zone(b) for state in searching for b in range(state.shape.sequences))
+    return len(states) == len(cache.retrieval_layers) and not short

@@ -39,21 +39,10 @@ class CacheLease:
         numbers, device = slots.numbers, slots.states[0].shape.device
         span = slice(numbers[0], numbers[0] + len(numbers))
         contiguous = numbers == list(range(span.start, span.stop))
-        self._place = span if contiguous else torch.tensor(numbers, device=device, dtype=torch.int64)
+        self.place = span if contiguous else torch.tensor(numbers, device=device, dtype=torch.int64)
+        """Where its part of `[slots, …]` on the device is; a slice, which gives a view, if its slots are contiguous."""
         self.left = slots.room
         """Steps that it has room for."""
-
-    def rows(self, of_slots: Tensor) -> Tensor:
-        """Its part of `[slots, …]` on the device; a view if its slots are contiguous."""
-        return of_slots[self._place]
-
-    def feed(self, graph: DecodeGraph, tokens: Tensor) -> None:
-        """Sets the tokens of its next step, int64 `[B, width]` on any device."""
-        graph.input_ids[self._place] = tokens.to(graph.input_ids.device)
-
-    def advance(self, graph: DecodeGraph, tokens: int) -> None:
-        """Moves the positions of its next step on by so many tokens."""
-        graph.positions[self._place] += tokens
 
 
 class DecodeGraph:
@@ -180,11 +169,11 @@ class DecodeGraph:
             before = lease.cache.get_seq_length()
             for holder in lease.cache.retrieval_layers:
                 holder.count_captured(tokens)
-            lease.cache.tokens.add(lease.rows(self.input_ids)[:, :tokens], before, tokens)
+            lease.cache.tokens.add(self.input_ids[lease.place][:, :tokens], before, tokens)
             for window in lease.windows:
                 window.moved_on()
             if self.width > 1 and tokens:
-                lease.advance(self, tokens)
+                self.positions[lease.place] += tokens
             if (running := lease.cache.running) is not None:  # layers were not called, so the pass must be told
                 running.attended.update(holder.number for holder in lease.cache.retrieval_layers)
         self.layers.prepare_ahead()
@@ -287,9 +276,8 @@ class DecodeGraph:
         """Inside, the model's small operations are compiled if wanted; only needed for recording."""
         if not self.key.compiled:
             return nullcontext()
-        from kvrecall.backends.transformers.capture.compiled import (
-            compiled_modules,  # torch's compiler is slow to import
-        )
+        # torch's compiler is slow to import.
+        from kvrecall.backends.transformers.capture.compiled import compiled_modules
 
         return compiled_modules(model)
 

@@ -60,7 +60,7 @@ class GraphRunner:
     def __init__(self, model: PreTrainedModel, compiled: bool = False, width: int = 1) -> None:
         """compiled: compile norms, feed-forward layers and rotary embedding by torch.compile (`capture.compiled`), and join
         projections of the same input (`capture.projections`); logits may then differ by rounding. width: tokens of a step per
-        sequence; if there are several, `take` must follow each step.
+        sequence; if there are several, `DecodeGraph.take` must follow each step.
 
         Raises CaptureError for a model that is sharded in an unsupported way.
         """
@@ -118,17 +118,6 @@ class GraphRunner:
         """Whether a cache is borrowed."""
         return id(cache) in self._leases
 
-    @property
-    def most_taken(self) -> int:
-        """How many tokens of the next step can be taken; the others are only fed."""
-        assert self.graph is not None
-        return self.graph.most_taken
-
-    def take(self, tokens: int) -> None:
-        """Takes the first tokens of a step of several, at most `most_taken` before it; the others leave nothing behind."""
-        assert self.graph is not None
-        self.graph.take(tokens)
-
     def check_cache(self, cache: RetrievalCache, again: bool) -> None:
         """Raises CaptureError, on every rank, if the model's steps over a cache cannot be captured. again: try it though
         recording has failed before."""
@@ -183,13 +172,13 @@ class GraphRunner:
         except BaseException:
             self.close()
             raise
-        return [errors.get(id(x.cache), self._leases[id(x.cache)].rows(graph.logits)) for x in inputs]
+        return [errors.get(id(x.cache), graph.logits[self._leases[id(x.cache)].place]) for x in inputs]
 
     def _feed(self, graph: DecodeGraph, inputs: Sequence[StepInput]) -> None:
         """Sets the tokens; those on the host by one copy."""
         if any(x.tokens.device.type != "cpu" for x in inputs):
             for x in inputs:
-                self._leases[id(x.cache)].feed(graph, x.tokens)
+                graph.input_ids[self._leases[id(x.cache)].place] = x.tokens.to(graph.input_ids.device)
             return
         tokens = torch.zeros(graph.slots, self.width, dtype=torch.int64, device="cpu")
         for x in inputs:
@@ -207,8 +196,7 @@ class GraphRunner:
         return errors
 
     def _lease(self, x: StepInput, slots: list[int]) -> SlotLease:
-        states = [layer.state for layer in x.cache.retrieval_layers if layer.state is not None]
-        return SlotLease(states, slots, x.reserve_tokens + self.width - 1)
+        return SlotLease(x.cache.states, slots, x.reserve_tokens + self.width - 1)
 
     def _join(self, missing: Sequence[StepInput]) -> bool:
         """Takes caches into the current graph; False if one does not fit."""
@@ -332,7 +320,8 @@ class CapturedSteps:
             return None
         try:
             self.runner.borrow([StepInput(self._cache, self.padded([token, *guesses]), reserve_tokens)])
-            return guesses[: self.runner.most_taken - 1]
+            assert self.runner.graph is not None
+            return guesses[: self.runner.graph.most_taken - 1]
         except (CaptureError, torch.OutOfMemoryError) as error:
             return self._give_up(error)
 

@@ -7,13 +7,12 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
 
 from kvrecall.attend import attend_rows
 from kvrecall.attend.whole import WholeAttention
 from kvrecall.backends.transformers.cache import RetrievalCache
 from kvrecall.backends.transformers.capture.verify import Attended
-from kvrecall.backends.transformers.layer import LAYER_TAG
+from kvrecall.backends.transformers.layer import TaggedLayer
 from kvrecall.core.errors import CaptureError
 from kvrecall.core.structs import AttentionParams, Rows
 from kvrecall.merge import merge, sink_logits
@@ -65,7 +64,7 @@ def _kind(layer: Any) -> tuple[object, ...]:
     return int(layer.sliding_window), keys.shape[1], keys.shape[3], keys.dtype, keys.device
 
 
-class SlidingWindow(CacheLayerMixin):
+class SlidingWindow(TaggedLayer):
     """Replaces the cache's layer while its rows are in slots, until `give_back`.
 
     A token sees itself and the window - 1 tokens before it: the ring's rows after it is stored. Their order does not matter,
@@ -106,9 +105,7 @@ class SlidingWindow(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Passes the new token to the attention function; `attend` stores it."""
-        for side in (key_states, value_states):
-            setattr(side, LAYER_TAG, self)
-        return key_states, value_states
+        return self.tagged(key_states, value_states)
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, params: AttentionParams) -> Tensor:
         """One token per sequence: queries `[B, H_q, 1, D]` -> `[B, H_q, 1, D]`. mask: ignored."""
@@ -161,9 +158,6 @@ class SlidingWindow(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return self._window
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the rows exist already."""
 
     def _in_order(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values `[B, H_kv, T, D]` of the T tokens that the next token sees, oldest first. rows: the ring."""

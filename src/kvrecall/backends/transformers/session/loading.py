@@ -139,7 +139,7 @@ class _Load:
     def _state_of(self, layer: RetrievalLayer, reader: Archive) -> LayerState:
         cache, tables, number = self._cache, self._cache.tables, layer.number
         heads = Heads.of(cache._config.get_text_config(decoder=True), number)
-        known = None if cache.statistics is None else cache.statistics.layer(number, heads.kv, heads.dim)
+        known = cache.layer_statistics(number, heads.kv, heads.dim)
         shape = LayerShape(
             len(self._session.tables), heads.query, heads.kv, heads.dim, self._dtype, self._device, known,
             fp8_rows=cache.fp8_rows,

@@ -18,12 +18,7 @@ import torch
 from torch import Tensor
 
 from kvrecall.backends.transformers.cache_state import CacheState
-from kvrecall.backends.transformers.fingerprint import (
-    Fingerprint,
-    computation_of,
-    fingerprint_of_config,
-    read_fingerprint,
-)
+from kvrecall.backends.transformers.fingerprint import Fingerprint, computation_of, fingerprint_of_config, read_fingerprint
 from kvrecall.backends.transformers.owner import operation
 from kvrecall.backends.transformers.session import parts
 from kvrecall.backends.transformers.session.state import (
@@ -76,7 +71,7 @@ def save(cache: CacheState, folder: str | Path, rows: str = "plain", about: dict
     if rows not in ("plain", "fp8"):
         raise ParameterError("rows", '"plain" or "fp8"', rows, _FORMS)
     cache.settle()
-    states = [layer.state for layer in cache.retrieval_layers if layer.state is not None]
+    states = cache.states
     if not cache.get_seq_length() or len(states) < len(cache.retrieval_layers) or cache.tables is None:
         raise SessionError("cache", "one that holds tokens", "an empty one", "Read a prompt first.")
     method = registered_name(cache.method)
@@ -174,7 +169,7 @@ class _NewSession:
             self._add_blocks(int(part), name, memory, tokens, file)
         file.begin_run()
         self._tensors[part] = [
-            (name, tensor, file, file.add(tensor.nbytes, partial(_on_host, tensor))) for name, tensor in notes.tensors.items()
+            (name, tensor, file, file.add(tensor.nbytes, tensor.cpu)) for name, tensor in notes.tensors.items()
         ]
 
     def _add_blocks(self, layer: int, name: str, memory: Any, tokens: list[int], file: NewFile) -> None:
@@ -266,7 +261,3 @@ class _NewSession:
 def _generation(before: SavedState | None) -> int:
     names = [] if before is None else [int(name.split("-")[0], 16) for name in before.sizes]
     return (max(names, default=-1) + 1) % 2**32
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu()
