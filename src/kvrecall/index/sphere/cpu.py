@@ -50,23 +50,12 @@ _MODES = {
 
 
 def search_batch(
-    pages: CodePages | LentPages,
-    tables: list[list[int]],
-    counts: Tensor,
-    lengths: list[int],
-    zero_norms: list[bool],
-    sequences: list[int],
-    queries: Tensor,
-    sizes: list[StageSizes],
-    budget: Budget,
-    mode: str,
-    excluded: list[Tensor | None],
-    stage1: str,
-    shifts: list[Tensor | None],
-) -> Selection:
-    """pages: the codes. tables: the blocks of each searched sequence. counts `[B, H_kv, S, 256]`.
-
-    queries: rotated `[b, H_kv, G', D]`.
+    pages: CodePages | LentPages, tables: list[list[int]], counts: Tensor, lengths: list[int], zero_norms: list[bool],
+    sequences: list[int], queries: Tensor, sizes: list[StageSizes], budget: Budget, mode: str, excluded: list[Tensor | None],
+    stage1: str, shifts: list[Tensor | None],
+) -> Selection:  # fmt: skip
+    """pages: the codes. tables: the blocks of each searched sequence. counts `[B, H_kv, S, 256]`. queries: rotated
+    `[b, H_kv, G', D]`.
 
     lengths, zero_norms, sizes: one per searched sequence; zero_norms: whether any key has norm zero (if not, the scan
     reads no weights). excluded: per searched sequence ascending ids int32 `[H_kv, m]` that must not be found.
@@ -115,12 +104,12 @@ def _side_by_side(blocks: Tensor) -> tuple[Tensor, int]:
 
 @parallel_njit()
 def _search(
-    codes, halves, words, kind, layout, tables, weighed, counts, lengths, zero_norms, sequences, queries, wanted, targets, levels,
-    top_k, scaling, mode, excluded_ids, excluded_counts, products, scale, added, whole,
+    codes, halves, words, kind, layout, tables, weighed, counts, lengths, zero_norms, sequences, queries, wanted, targets,
+    levels, top_k, scaling, mode, excluded_ids, excluded_counts, products, scale, added, whole,
 ):  # fmt: skip
     """codes: uint8 `[n]`; halves, words: the same memory in numbers of two and of four bytes, where weights have that size.
-    layout: a `Layout`; weighed: whether there are norms. tables: int32 `[b, W]`, the blocks of each searched sequence. scale: of
-    the sums of products, a `reference.Scores`."""
+    layout: a `Layout`. weighed: whether there are norms. tables: int32 `[b, W]`, the blocks of each searched sequence. scale: a
+    `reference.Scores`, of sums of products."""
     b_n, heads, group, dim = queries.shape
     blocks, item = dim // 8, 1 if kind == SMALL else 4 if kind == FLOAT32 else 2
     sets = group if mode == _PER_HEAD else 1
