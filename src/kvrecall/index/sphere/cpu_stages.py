@@ -52,23 +52,14 @@ def bonus_table(block, counts, targets, out):
             proxy[size + i] = proxy[i] + value
             proxy[i] = proxy[i] - value
         # order[:size] sorts both halves: adding a constant keeps the order except for ties, which are fixed at the end.
-        low, high, out_at = 0, 0, 0
-        while low < size and high < size:
-            if proxy[order[low]] >= proxy[size + order[high]]:
-                scratch[out_at] = order[low]
+        low, high = 0, 0
+        for at in range(2 * size):
+            if high == size or (low < size and proxy[order[low]] >= proxy[size + order[high]]):
+                scratch[at] = order[low]
                 low += 1
             else:
-                scratch[out_at] = size + order[high]
+                scratch[at] = size + order[high]
                 high += 1
-            out_at += 1
-        while low < size:
-            scratch[out_at] = order[low]
-            low += 1
-            out_at += 1
-        while high < size:
-            scratch[out_at] = size + order[high]
-            high += 1
-            out_at += 1
         size *= 2
         for i in range(size):
             order[i] = scratch[i]
