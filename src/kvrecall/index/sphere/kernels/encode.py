@@ -367,10 +367,10 @@ class Coding(NamedTuple):
     the maps of heads, of the two means and of blocks in bytes, and largest, least weight and least alpha. options: of the
     kernels that encode many keys."""
 
-    maps: tuple[Tensor, ...]
-    parts: tuple[Tensor, ...]
+    maps: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+    parts: tuple[Tensor, Tensor, Tensor, Tensor]
     strides: tuple[int, int, int]
-    limits: tuple[float, ...]
+    limits: tuple[float, float, float]
     options: dict[str, Any]
 
     @staticmethod
