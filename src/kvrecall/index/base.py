@@ -162,7 +162,9 @@ class IndexConfig(Part, ABC):
 
     def why_unpaged_on_gpu(self) -> str:
         """Why a GPU cannot search an engine's blocks with these parameters; empty if it can (`paged_kernels`)."""
-        return "it has no kernels over blocks"
+        if type(self).paged_kernels is IndexConfig.paged_kernels:
+            return "it has no kernels over blocks"
+        return "gqa=per_head searches for each head, and kernels over blocks for a group" if self.gqa == "per_head" else ""
 
     def paged_kernels(self, shape: LayerShape, sizes: PagedSizes, like: PagedKernels | None = None) -> PagedKernels:
         """The index of a layer over an engine's blocks on a GPU. Only if `why_unpaged_on_gpu` is empty. like: that of another
@@ -278,8 +280,6 @@ class PagedKernels(ABC):
         Both are 0 where fire int32 `[n]` is 0: such tokens do not search, and their ids are not read."""
 
 
-PER_HEAD = "gqa=per_head searches for each head, and kernels over blocks for a group"
-"""Why a GPU cannot search blocks in this mode."""
 SEARCH_FIELDS = 2
 """Numbers of a plan's row for the search (`PagedKernels.search`)."""
 
@@ -310,9 +310,12 @@ class Index(ABC):
         """As `append`, for one segment of tokens that left the window while decoding."""
         self.append(sequence, keys)
 
-    def bind(self, sources: Sequence[RowSource]) -> None:  # noqa: B027 - optional: most indexes never look at rows again
+    _sources: Sequence[RowSource] = ()
+
+    def bind(self, sources: Sequence[RowSource]) -> None:
         """Gives access to the rows of the indexed keys, one source per sequence. Called before everything else, and again
         whenever the sequences change. Rows are stored before their keys are appended."""
+        self._sources = sources
 
     def end_of_prompt(self, sequence: int, observed: ObservedQueries | None, offset: int) -> None:  # noqa: B027 - optional
         """A prompt has been read, decoding begins. observed: the prompt's last queries, None if they were not recorded.
@@ -418,6 +421,12 @@ class Index(ABC):
     def slot_plan(self, sizes: ZoneSizes, top_k: int, slots: int) -> ZonePlan | None:
         """The plan of the zones if the host counts them; None if the device does."""
         return None
+
+
+def nothing_found(sequences: int, heads: int, device: torch.device) -> Selection:
+    """The selection of no tokens."""
+    counts = torch.zeros(sequences, heads, dtype=torch.int32, device=device)
+    return Selection(counts.new_empty(*counts.shape, 0), counts)
 
 
 def stack_selections(pairs: list[tuple[Tensor, Tensor]]) -> Selection:

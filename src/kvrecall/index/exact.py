@@ -16,7 +16,7 @@ from torch import Tensor
 from kvrecall.core.archive import Archive
 from kvrecall.core.per_sequence import PerSequence
 from kvrecall.core.structs import Budget, Selection
-from kvrecall.index.base import Index, IndexConfig, LayerShape
+from kvrecall.index.base import Index, IndexConfig, LayerShape, nothing_found
 from kvrecall.index.tokens import TokenConfig
 
 _SCORED_TOKENS = 8192
@@ -84,8 +84,7 @@ class NothingIndex(PerSequence, Index):
         self.lengths = list(tokens)
 
     def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
-        counts = torch.zeros(len(sequences), self._kv_heads, dtype=torch.int32, device=queries.device)
-        return Selection(counts.new_empty(*counts.shape, 0), counts)
+        return nothing_found(len(sequences), self._kv_heads, queries.device)
 
     @property
     def nbytes(self) -> int:

@@ -145,7 +145,7 @@ class IndexStep(ABC):
 
         grid = (self.spec.slots * self.spec.shape.kv_heads,)
         args, sizes = end_arguments(self.spec, inputs)
-        launch(tokens_kernel, grid)(*args.begin, *args.logs, *args.numbers, args.window, **sizes)
+        launch(tokens_kernel, grid)(*args, **sizes)
 
     def leave(self, slot: int, index: Index, sequence: int, tokens: int, keys: Callable[[], Tensor]) -> None:
         """Updates the index of a sequence after steps: afterwards it covers the first `tokens` tokens of the zone.
@@ -168,29 +168,22 @@ class IndexStep(ABC):
         return 0
 
 
-@dataclass(frozen=True)
-class EndArguments:
-    """Arguments of the kernels that end a step, in their order; an index may add its own between `begin` and `logs`."""
-
-    begin: tuple[Tensor, ...]
-    logs: tuple[Tensor, Tensor, Tensor]
-    numbers: tuple[int, ...]
-    window: int
-
-
-def end_arguments(spec: SlotSpec, inputs: SlotStep) -> tuple[EndArguments, dict[str, object]]:
-    """Arguments and sizes, see `cache.slot_kernels.keep_token`."""
+def end_arguments(
+    spec: SlotSpec, inputs: SlotStep, tensors: tuple[Tensor, ...] = (), numbers: tuple[int, ...] = ()
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """Arguments and sizes of a kernel that ends a step, see `cache.slot_kernels.keep_token`. tensors, numbers: what the index
+    adds, behind the sequences' blocks and in front of the window of the log."""
     zones, attention, log, dim = inputs.zones, inputs.attention, inputs.log, spec.shape.head_dim
     assert isinstance(zones, DeviceZones)
     table = attention.table
     logs = (inputs.queries, inputs.lse) if log is None else (log.queries, log.lse)
-    begin = (inputs.queries, inputs.lse, attention.rows, zones.rows, table.pool, table.blocks)
-    numbers = (
+    args = (
+        inputs.queries, inputs.lse, attention.rows, zones.rows, table.pool, table.blocks, *tensors, zones.resident, *logs,
         spec.shape.kv_heads, table.blocks.stride(0), attention.rows.shape[2], attention.front, spec.sizes.local_tokens,
-        spec.sizes.update_interval,
+        spec.sizes.update_interval, *numbers, 1 if log is None else log.window,
     )  # fmt: skip
     sizes: dict[str, object] = {
         "BLOCK": table.block_size, "D": dim, "BD": next_power_of_2(dim), "G": spec.group, "LOG": log is not None,
         "num_warps": 4, **overlapping(attention.rows.device),
     }  # fmt: skip
-    return EndArguments(begin, (zones.resident, *logs), numbers, 1 if log is None else log.window), sizes
+    return args, sizes

@@ -7,9 +7,11 @@ share them like the rows on the host. Rows that depend on what a sequence has le
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -49,9 +51,18 @@ class RowLayout:
         return cdiv(self.block_size, self.page_tokens)
 
     @property
+    def _numbers(self) -> int:
+        return self.heads * self.rows * self.width
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of a block."""
-        return _ALIGNMENT * cdiv(self.heads * self.rows * self.width * self.dtype.itemsize, _ALIGNMENT)
+        return _ALIGNMENT * cdiv(self._numbers * self.dtype.itemsize, _ALIGNMENT)
+
+    def rows_in(self, blocks: Tensor) -> Tensor:
+        """View `[blocks, H_kv, rows, width]` of the rows in blocks uint8 `[blocks, block_bytes]`."""
+        part = blocks[:, : self._numbers * self.dtype.itemsize].view(self.dtype)
+        return part.unflatten(1, (self.heads, self.rows, self.width))
 
     def place(self, row: int) -> int:
         """Number of the block, among the sequence's blocks, that holds a row."""
@@ -71,16 +82,14 @@ class RowMemory(BlockBytes):
 
     def __init__(self, layout: RowLayout, device: torch.device) -> None:
         super().__init__(layout.block_bytes, layout.block_size, device)
-        self.layout, numbers = layout, layout.heads * layout.rows * layout.width
+        self.layout = layout
         with lasting_tensors():
-            part = self.tensor[:, : numbers * layout.dtype.itemsize].view(layout.dtype)
-            self.rows = part.unflatten(1, (layout.heads, layout.rows, layout.width))
+            self.rows = layout.rows_in(self.tensor)
         """`[blocks, H_kv, rows, width]`; only blocks with memory may be used."""
 
     def cleared(self, block: int, place: int, tokens: int) -> Tensor:
         copy, layout = self.tensor[block].to("cpu", copy=True), self.layout
-        numbers = layout.heads * layout.rows * layout.width
-        rows = copy[: numbers * layout.dtype.itemsize].view(layout.dtype).view(layout.heads, layout.rows, layout.width)
+        rows = layout.rows_in(copy.unsqueeze(0))[0]
         rows[:, max(0, min(layout.rows, tokens // layout.page_tokens - layout.before(place))) :] = 0
         return copy
 
@@ -100,13 +109,9 @@ class StoredRows:
         return self.copies(most)
 
     def copies(self, most: int) -> Iterator[Tensor]:
-        """Copies of up to `most` rows in order, at least of one block each, so that a GPU gets few large copies."""
-        layout = self.memory.layout
-        blocks, start = max(1, most // layout.rows), 0
-        while start < self.count:
-            stop = min(self.count, layout.before(layout.place(start) + blocks))
-            yield self.gather(start, stop)
-            start = stop
+        """Copies of `most` rows in order, or of as many as a block has, so that a GPU gets few large copies."""
+        step = max(most, self.memory.layout.rows)
+        return (self.gather(start, min(self.count, start + step)) for start in range(0, self.count, step))
 
     def gather(self, start: int = 0, stop: int | None = None) -> Tensor:
         """A copy `[H_kv, n, width]` of the rows start .. stop - 1, by default of all, by one launch."""
@@ -134,39 +139,40 @@ def places(memory: RowMemory, blocks: list[int], start: int, stop: int) -> Itera
         at = end
 
 
-class TokenTable:
-    """Rows of the tokens of each sequence, or of its pages of `page_tokens` tokens, in the blocks of these tokens.
+class InBlocks:
+    """Sequences of a layer whose summaries, one per token or per page of `page_tokens` tokens, lie in the blocks of the tokens.
 
-    A bound table uses the zones' block tables. Rows of the host are stored before the summaries of their tokens are appended,
-    so the blocks exist and are not shared. A table that is not bound, and a copy until it is bound, has its own block tables.
+    Bound ones use the zones' block tables. Rows of the host are stored before the summaries of their tokens are appended, so
+    the blocks exist and are not shared. Sequences that are not bound, and copies until they are bound, have their own block
+    tables.
     """
 
+    page_tokens = 1
+
     def __init__(
-        self, of: Hashable, sequences: int, heads: int, width: int, dtype: torch.dtype, device: torch.device,
-        page_tokens: int = 1,
+        self, of: Hashable, layout: Callable[[int], Any], memory: Callable[[Any, torch.device], BlockBytes], sequences: int,
+        device: torch.device,
     ) -> None:  # fmt: skip
-        """of: names what the rows are and everything they depend on besides their tokens. Tables of a layer with equal `of`
-        share a memory, so they must write the same for the same tokens."""
-        self._of, self._device = of, device
-        self._kind = heads, width, dtype, page_tokens
-        self.page_tokens = page_tokens
+        """of: names what the summaries are and everything they depend on besides their tokens. layout: of a block, by its
+        tokens. memory: makes a memory of blocks of this layout."""
+        self._of, self._layout_of, self._memory_of, self._device = of, layout, memory, device
         self.lengths = [0] * sequences
-        """How many rows each sequence has."""
+        """How many summaries each sequence has."""
         self._tables, self._layer, self._bound = block_tables(sequences, device), 0, False
-        self._memory: RowMemory | None = None
+        self._memory: Any = None
 
     @property
-    def layout(self) -> RowLayout:
+    def layout(self) -> Any:
         """The layout of a block."""
-        return RowLayout(*self._kind, self._tables[0].pool.block_size)
+        return self._layout_of(self._tables[0].pool.block_size)
 
     @property
-    def memory(self) -> RowMemory:
-        """The rows of all sequences of this layer, in the blocks of one pool."""
+    def memory(self) -> Any:
+        """The summaries of all sequences of this layer, in the blocks of one pool."""
         if self._memory is None:
             layout = self.layout
-            key = "rows", self._of, self._layer, layout, self._device
-            self._memory = self._tables[0].pool.memory(key, lambda: RowMemory(layout, self._device))
+            key = self._of, self._layer, layout, self._device
+            self._memory = self._tables[0].pool.memory(key, lambda: self._memory_of(layout, self._device))
         return self._memory
 
     @property
@@ -174,29 +180,76 @@ class TokenTable:
         """Bytes of the sequences' blocks, including blocks without tokens yet; a shared block counts once."""
         return len({block for table in self._tables for block in table.blocks}) * self.layout.block_bytes
 
-    def bind(self, sources: Sequence[RowSource]) -> None:
-        """Uses the blocks of these zones, one zone per sequence, and moves existing rows there. Does nothing for zones without
-        blocks."""
+    def _bind(self, sources: Sequence[RowSource]) -> bool:
+        """Uses the blocks of these zones, one zone per sequence; nothing changes for zones without blocks. Returns whether
+        existing summaries lie elsewhere."""
         zones = [source for source in sources if isinstance(source, ZoneRows)]
         if len(zones) < len(sources):
-            return
+            return False
         tables, layer = [zone.block_table for zone in zones], zones[0].layer
         moves = layer != self._layer or tables[0].pool is not self._tables[0].pool
-        moved = [self.gather(b) for b in range(len(tables))] if moves and any(self.lengths) else []
         if moves:
             self._memory = None
         self._tables, self._layer, self._bound = tables, layer, True
-        for b, rows in enumerate(moved):
-            self.write(b, 0, rows)
+        return moves and any(self.lengths)
 
     def reserve(self, tokens: int) -> None:
         """Announces that each sequence will reach `tokens` tokens, so that memory is allocated at once."""
         size, pool = self.layout.block_size, self._tables[0].pool
         if not self._bound:
-            for table, rows in zip(self._tables, self.lengths, strict=True):
-                table.ensure_blocks(min(rows * self.page_tokens, tokens), tokens)
+            for table, count in zip(self._tables, self.lengths, strict=True):
+                table.ensure_blocks(min(count * self.page_tokens, tokens), tokens)
         missing = sum(max(0, cdiv(tokens, size) - len(table.blocks)) for table in self._tables)
         self._commit(max([pool.below(missing), *(block + 1 for table in self._tables for block in table.blocks)]))
+
+    def make_room(self, sequence: int) -> None:
+        """Allocates memory for all blocks of a sequence, including blocks without tokens yet."""
+        self._commit(max(self._tables[sequence].blocks, default=-1) + 1)
+
+    def truncate(self, sequence: int, count: int) -> None:
+        """Forgets everything after the first `count` summaries of one sequence."""
+        self._set_length(sequence, min(count, self.lengths[sequence]))
+        if not self._bound:
+            self._tables[sequence].release_unused()
+
+    def select(self, sequences: list[int]) -> Self:
+        """A copy whose sequence i is this one's `sequences[i]` (repeats allowed); both share blocks until one of them
+        writes."""
+        chosen = copy(self)
+        chosen._tables, chosen._bound = [self._tables[b].fork() for b in sequences], False
+        chosen.lengths = [self.lengths[b] for b in sequences]
+        return chosen
+
+    def _commit(self, blocks: int) -> None:
+        """Gives memory to the blocks below id `blocks`."""
+        if blocks:
+            self.memory.commit(blocks)
+
+    def _set_length(self, sequence: int, count: int) -> None:
+        self.lengths[sequence] = count
+        if not self._bound:
+            self._tables[sequence].lengths[self._layer] = count * self.page_tokens
+
+
+class TokenTable(InBlocks):
+    """Rows of the tokens of each sequence, or of its pages of `page_tokens` tokens."""
+
+    def __init__(
+        self, of: Hashable, sequences: int, heads: int, width: int, dtype: torch.dtype, device: torch.device,
+        page_tokens: int = 1,
+    ) -> None:  # fmt: skip
+        """of: as in the base class. Tables of a layer with equal `of` share a memory, so they must write the same for the same
+        tokens."""
+        super().__init__(("rows", of), partial(RowLayout, heads, width, dtype, page_tokens), RowMemory, sequences, device)
+        self.page_tokens = page_tokens
+
+    def bind(self, sources: Sequence[RowSource]) -> None:
+        """Uses the blocks of these zones, one zone per sequence, and moves existing rows there. Does nothing for zones without
+        blocks."""
+        before = [self.stored(b) for b in range(len(self.lengths))] if any(self.lengths) else []
+        if self._bind(sources):
+            for b, rows in enumerate(before):
+                self.write(b, 0, rows.gather())
 
     def append(self, sequence: int, rows: Tensor) -> None:
         """Adds rows `[H_kv, n, width]` to one sequence."""
@@ -212,24 +265,6 @@ class TokenTable:
         self.make_room(sequence)
         for at, target in places(self.memory, self._tables[sequence].blocks, start, start + rows.shape[1]):
             target.copy_(rows[:, at - start : at - start + target.shape[1]])
-
-    def make_room(self, sequence: int) -> None:
-        """Allocates memory for all blocks of a sequence, including blocks without tokens yet."""
-        self._commit(max(self._tables[sequence].blocks, default=-1) + 1)
-
-    def truncate(self, sequence: int, rows: int) -> None:
-        """Forgets everything after the first `rows` rows of one sequence."""
-        self._set_length(sequence, min(rows, self.lengths[sequence]))
-        if not self._bound:
-            self._tables[sequence].release_unused()
-
-    def select(self, sequences: list[int]) -> TokenTable:
-        """A new table whose sequence i is this table's sequence `sequences[i]` (repeats allowed); both share blocks until
-        one of them writes."""
-        chosen = copy(self)
-        chosen._tables, chosen._bound = [self._tables[b].fork() for b in sequences], False
-        chosen.lengths = [self.lengths[b] for b in sequences]
-        return chosen
 
     def archive(self, archive: Archive, name: str, tokens: list[int]) -> None:
         """Saves or loads the rows in the blocks of a bound table. tokens: of each sequence. A table of tokens has a row for
@@ -259,17 +294,6 @@ class TokenTable:
         block = self._tables[sequence].on(self._device).long()[ids // size]
         heads = torch.arange(ids.shape[0], device=ids.device).unsqueeze(1)
         return self.memory.rows[block, heads, ids % size]
-
-    def _commit(self, blocks: int) -> None:
-        """Gives memory to the blocks below id `blocks`."""
-        if blocks:
-            self.memory.commit(blocks)
-
-    def _set_length(self, sequence: int, rows: int) -> None:
-        """Sets the number of rows of a sequence."""
-        self.lengths[sequence] = rows
-        if not self._bound:
-            self._tables[sequence].lengths[self._layer] = rows * self.page_tokens
 
 
 class SequenceRows:

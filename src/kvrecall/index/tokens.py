@@ -26,7 +26,6 @@ from kvrecall.core.launch import cdiv, launch, next_power_of_2
 from kvrecall.core.per_sequence import PerSequence
 from kvrecall.core.structs import Budget, Pool, Selection
 from kvrecall.index.base import (
-    PER_HEAD,
     Captured,
     Index,
     IndexConfig,
@@ -164,9 +163,6 @@ class TokenConfig(IndexConfig):
 
     def paged(self, shape: LayerShape, block_size: int) -> PagedTokens:
         return PagedTokens(self, shape, block_size)
-
-    def why_unpaged_on_gpu(self) -> str:
-        return PER_HEAD if self.gqa == "per_head" else ""
 
     def paged_kernels(self, shape: LayerShape, sizes: PagedSizes, like: PagedKernels | None = None) -> TokenKernels:
         assert like is None or isinstance(like, TokenKernels)
@@ -357,7 +353,6 @@ class TrainedIndex(TokenIndex):
         self._codes = SequenceRows(shape.sequences, shape.kv_heads, width, dtype, shape.device)
         self._trained: list[Tensor | None] = [None] * shape.sequences
         self._waiting = [0] * shape.sequences  # tokens that wait for the first training
-        self._sources: Sequence[RowSource] = ()
 
     @abstractmethod
     def train(self, keys: Tensor) -> Tensor:
@@ -374,9 +369,6 @@ class TrainedIndex(TokenIndex):
     @property
     def nbytes(self) -> int:
         return self._codes.nbytes + sum(trained.nbytes for trained in self._trained if trained is not None)
-
-    def bind(self, sources: Sequence[RowSource]) -> None:
-        self._sources = sources
 
     def append(self, sequence: int, keys: Tensor) -> None:
         trained = self._trained[sequence]

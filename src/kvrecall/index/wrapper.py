@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod, update_abstractmethods
 from collections.abc import Callable, Sequence
-from copy import copy
 from functools import wraps
 from operator import attrgetter
 from typing import Any, ClassVar, Self
@@ -12,6 +11,7 @@ from typing import Any, ClassVar, Self
 from torch import Tensor
 
 from kvrecall.core.archive import Archive
+from kvrecall.core.per_sequence import PerSequence
 from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.base import Index, LayerShape, RowSource
 from kvrecall.index.table import TokenTable
@@ -49,9 +49,9 @@ def _forwarding(cls: type[IndexWrapper]) -> type[IndexWrapper]:
 
 
 @_forwarding
-class IndexWrapper(Index):
-    """Passes everything on to `base`, but for device steps; a subclass may keep its own tables, and change selections in
-    `finish`."""
+class IndexWrapper(PerSequence, Index):
+    """Passes everything on to `base`, but for device steps; a subclass may keep its own tables and lists, and change selections
+    in `finish`."""
 
     def __init__(self, base: Index, *tables: TokenTable) -> None:
         self.base, self.tables = base, tables
@@ -65,17 +65,19 @@ class IndexWrapper(Index):
         self.base.append(sequence, keys)
 
     def bind(self, sources: Sequence[RowSource]) -> None:
+        super().bind(sources)
         for part in (self.base, *self.tables):
             part.bind(sources)
 
-    def mark(self, sequence: int, prompt: bool) -> Any:
-        return self.base.mark(sequence, prompt), [table.lengths[sequence] for table in self.tables]
+    def mark(self, sequence: int, prompt: bool = False) -> Any:
+        return self.base.mark(sequence, prompt), [*(table.lengths[sequence] for table in self.tables), *super().mark(sequence)]
 
     def rewind(self, sequence: int, mark: Any) -> None:
-        base, lengths = mark
+        base, own = mark
         self.base.rewind(sequence, base)
-        for table, tokens in zip(self.tables, lengths, strict=True):
+        for table, tokens in zip(self.tables, own, strict=False):
             table.truncate(sequence, tokens)
+        super().rewind(sequence, own[len(self.tables) :])
 
     def archive(self, archive: Archive, tokens: list[int]) -> None:
         self.base.archive(archive.under("base"), tokens)
@@ -83,7 +85,7 @@ class IndexWrapper(Index):
             table.archive(archive, f"table.{number}", tokens)
 
     def select(self, sequences: list[int]) -> Self:
-        chosen = copy(self)
+        chosen = super().select(sequences)
         chosen.base = self.base.select(sequences)
         chosen.tables = tuple(table.select(sequences) for table in self.tables)
         return chosen

@@ -164,7 +164,7 @@ def _attend_retrieved(
     host_queries: those of these sequences, `[len(searching), H_q, 1, D]`, if the CPU attends to the selection."""
     layer.count_attended(searching)
     picked = of_sequences(searching, queries)
-    sets: list[Rows | HostRows] = [layer.static_rows(searching)] if layer.static_config else []
+    sets: list[Rows | HostRows] = [layer.statics.rows(searching, layer.shape)] if layer.static_config else []
     if not layer.method.attends_on_host:
         with layer.clock("fetch"):
             sets.append(layer.fetch(searching))

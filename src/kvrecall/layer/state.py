@@ -33,7 +33,7 @@ from kvrecall.core.structs import (
 )
 from kvrecall.fetch import Fetched, fetch_rows
 from kvrecall.fetch.in_place import RowTables
-from kvrecall.index.base import LayerShape, stack_selections
+from kvrecall.index.base import LayerShape, nothing_found, stack_selections
 from kvrecall.layer.counters import Counters
 from kvrecall.layer.history import LastSteps, Reversible, all_of_it, mend
 from kvrecall.methods.base import Method
@@ -191,7 +191,7 @@ class LayerState(Reversible):
                     self.index.prepare(due)
                 started.append((due, self.index.start_search(search_queries, Budget(top_k, scaling), due)))
             else:  # the static set is the whole budget
-                started.append((due, partial(_nothing_of, len(due), self.shape)))
+                started.append((due, partial(nothing_found, len(due), self.shape.kv_heads, self.shape.device)))
         return lambda: self._hold(started)
 
     def _hold(self, started: list[tuple[list[int], Callable[[], Selection]]]) -> None:
@@ -218,14 +218,10 @@ class LayerState(Reversible):
 
     def estimated_rows(self, sequences: list[int]) -> list[Rows]:
         """Estimates for tokens that were not selected, as one batch; empty if there are none."""
-        made = [rows.gathered() for b in sequences if (rows := self.held[b].estimated) is not None]
-        for rows in made:
+        estimates = [rows.gathered() for b in sequences if (rows := self.held[b].estimated) is not None]
+        for rows in estimates:
             self.counters.estimated(rows.lengths)
-        return [join_rows(made)] if made else []
-
-    def static_rows(self, sequences: list[int]) -> Rows:
-        """The static sets of the sequences."""
-        return self.statics.rows(sequences, self.shape)
+        return [join_rows(estimates)] if estimates else []
 
     def after_attention(self, sequences: list[int]) -> None:
         """Lets the index store what the searches of this step learned."""
@@ -244,16 +240,15 @@ class LayerState(Reversible):
         groups: dict[int, list[int]] = {}
         for b in sequences:
             if b not in self.held:
-                static = self.static[b]
-                groups.setdefault(self.top_k - (0 if static is None else static.ids.shape[1]), []).append(b)
+                groups.setdefault(self.top_k - self.statics.tokens(b), []).append(b)
         return groups
 
     def _outgrown(self, sequence: int) -> bool:
         """Whether the held selection covered the whole zone and the zone has grown: full coverage must stay full."""
-        held, static = self.held.get(sequence), self.static[sequence]
+        held = self.held.get(sequence)
         if held is None or held.zone == self.store.host[sequence].length:
             return False
-        return held.ids.shape[1] + (0 if static is None else static.ids.shape[1]) >= held.zone
+        return held.ids.shape[1] + self.statics.tokens(sequence) >= held.zone
 
     def attended_ids(self, sequence: int) -> Tensor:
         """Retrieval-zone tokens of the last step: static and selected, int32 `[H_kv, ·]`, padded with -1, on the device."""
@@ -361,8 +356,7 @@ class LayerState(Reversible):
         """Counts the static and the selected tokens of one step."""
         in_place = self._addresses(sequences) is not None
         for b in sequences:
-            static = self.static[b]
-            self.counters.attended(0 if static is None else static.ids.numel(), self.held[b].counts, in_place)
+            self.counters.attended(self.statics.tokens(b) * self.shape.kv_heads, self.held[b].counts, in_place)
 
     def reindex(self) -> None:
         """Fills an empty index from the rows of the retrieval zone and the remembered queries."""
@@ -494,9 +488,3 @@ class NonFinite:
 def of_sequences(sequences: list[int], queries: Tensor) -> Tensor:
     """Rows of some sequences, without an index tensor: a GPU would have to be sent one."""
     return queries[: len(sequences)] if len(sequences) in (0, len(queries)) else torch.stack([queries[b] for b in sequences])
-
-
-def _nothing_of(sequences: int, shape: LayerShape) -> Selection:
-    """The selection of no tokens."""
-    none = torch.zeros(sequences, shape.kv_heads, dtype=torch.int32, device=shape.device)
-    return Selection(none.new_empty(*none.shape, 0), none)

@@ -15,10 +15,10 @@ _RANGES = 2048
 
 
 @njit(cache=True)
-def mean_softmax(scores, scaling):
-    """Replaces row 0 by the mean over rows of softmax(scaling * row), summed in float64."""
+def softmax_ranks(scores, scaling, mean):
+    """Replaces row 0 by the mean over rows of softmax(scaling * row), or by the largest logarithm of it, in float64."""
     group, n = scores.shape
-    mean = np.zeros(n, np.float64)
+    ranks = np.full(n, 0.0 if mean else -np.inf)
     weights = np.empty(n, np.float64)
     for g in range(group):
         peak = -np.inf
@@ -28,29 +28,14 @@ def mean_softmax(scores, scaling):
         for i in range(n):
             weights[i] = np.exp(np.float64(scores[g, i]) * scaling - peak)
             total += weights[i]
-        for i in range(n):
-            mean[i] += weights[i] / total
-    for i in range(n):
-        scores[0, i] = np.float32(mean[i] / group)
-
-
-@njit(cache=True)
-def max_softmax(scores, scaling):
-    """Replaces row 0 by the largest over rows of log softmax(scaling * row), in float64."""
-    group, n = scores.shape
-    best = np.full(n, -np.inf, np.float64)
-    for g in range(group):
-        peak = -np.inf
-        for i in range(n):
-            peak = max(peak, np.float64(scores[g, i]) * scaling)
-        total = 0.0
-        for i in range(n):
-            total += np.exp(np.float64(scores[g, i]) * scaling - peak)
         norm = np.log(total)
         for i in range(n):
-            best[i] = max(best[i], np.float64(scores[g, i]) * scaling - peak - norm)
+            if mean:
+                ranks[i] += weights[i] / total
+            else:
+                ranks[i] = max(ranks[i], np.float64(scores[g, i]) * scaling - peak - norm)
     for i in range(n):
-        scores[0, i] = np.float32(best[i])
+        scores[0, i] = np.float32(ranks[i] / group if mean else ranks[i])
 
 
 @njit(cache=True)

@@ -186,6 +186,11 @@ class StaticSets(PerSequence):
         """How many tokens the sets of a sequence have, once that is known."""
         return self._counts[sequence]
 
+    def tokens(self, sequence: int) -> int:
+        """Tokens of the present set of a sequence."""
+        chosen = self.sets[sequence]
+        return 0 if chosen is None else chosen.ids.shape[1]
+
     def begin_step(self, sequence: int, layer: int, look: Callable[[], StaticRefresh | None]) -> bool:
         """Does the work due before the next step of a sequence. Returns whether there is a new set; otherwise the present set
         ages by one step. layer: layer number, which sets the starting age. look: see `work`."""

@@ -12,7 +12,7 @@ exponential of the mean, and selected keys pull the mean in that direction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
@@ -26,7 +26,7 @@ from kvrecall.cache.zones import ZoneLengths
 from kvrecall.core.archive import Archive
 from kvrecall.core.launch import cdiv, launch, next_power_of_2, overlapping
 from kvrecall.core.structs import AttentionParams, Budget, Rows, Selection, stack_rows
-from kvrecall.index.base import Index, LayerShape, RowSource
+from kvrecall.index.base import Index, LayerShape
 from kvrecall.index.step import IndexStep, SlotSpec, SlotStep
 from kvrecall.index.table import RowLayout, StoredRows, TokenTable
 from kvrecall.index.tokens import archive_excluded
@@ -101,9 +101,10 @@ class PageMeansIndex(IndexWrapper):
     and when an index is rebuilt, rows are read back from the host.
     """
 
+    of_sequence = ("_begun", "_excluded")
+
     def __init__(self, base: Index, shape: LayerShape, config: PageMeans) -> None:
         self.page_tokens, self._shape = config.page_tokens, shape
-        self._sources: Sequence[RowSource] = ()
         self._excluded: list[Tensor | None] = [None] * shape.sequences
         nothing = torch.empty(shape.kv_heads, 0, 2, shape.head_dim, dtype=shape.dtype, device=shape.device)
         self._begun = [nothing] * shape.sequences
@@ -119,10 +120,6 @@ class PageMeansIndex(IndexWrapper):
     @property
     def nbytes(self) -> int:
         return super().nbytes + sum(rows.nbytes for rows in self._begun)
-
-    def bind(self, sources: Sequence[RowSource]) -> None:
-        self._sources = sources
-        super().bind(sources)
 
     def take_rows(self, sequence: int, rows: Tensor) -> None:
         super().take_rows(sequence, rows)
@@ -152,14 +149,6 @@ class PageMeansIndex(IndexWrapper):
         self._begun[sequence] = self._begun[sequence][:, : max(0, tokens - whole)]  # empty after a cut inside a whole page
         self.means.truncate(sequence, tokens // self.page_tokens)
 
-    def mark(self, sequence: int, prompt: bool) -> Any:
-        begun = self._begun[sequence]  # never written to, only replaced
-        return super().mark(sequence, prompt), begun, self._excluded[sequence]
-
-    def rewind(self, sequence: int, mark: Any) -> None:
-        around, self._begun[sequence], self._excluded[sequence] = mark
-        super().rewind(sequence, around)
-
     def archive(self, archive: Archive, tokens: list[int]) -> None:
         super().archive(archive, tokens)
         shape = self._shape
@@ -169,13 +158,6 @@ class PageMeansIndex(IndexWrapper):
             begun = self._begun[b] = part.tensor("begun", self._begun[b], rows, shape.dtype)
             if begun.shape[1] >= self.page_tokens or self._taken(b) > tokens[b]:
                 part.refuse("begun", f"less than {self.page_tokens} rows of {tokens[b]:,} tokens", begun.shape[1])
-
-    def select(self, sequences: list[int]) -> PageMeansIndex:
-        chosen = super().select(sequences)
-        chosen._begun = [self._begun[b] for b in sequences]
-        chosen._excluded = [self._excluded[b] for b in sequences]
-        chosen._sources = [self._sources[b] for b in sequences] if self._sources else ()
-        return chosen
 
     def prepare(self, sequences: list[int]) -> None:
         super().prepare(sequences)

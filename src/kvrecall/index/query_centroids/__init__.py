@@ -10,7 +10,7 @@ its oldest tokens enter the lists of the centroids that rank them high enough.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -23,7 +23,7 @@ from kvrecall.core.errors import UnknownNameError
 from kvrecall.core.launch import kernels_available
 from kvrecall.core.per_sequence import PerSequence
 from kvrecall.core.structs import Budget, Selection
-from kvrecall.index.base import Index, IndexConfig, LayerShape, RowSource, stack_selections
+from kvrecall.index.base import Index, IndexConfig, LayerShape, stack_selections
 from kvrecall.index.query_centroids import lists as ivf
 from kvrecall.index.query_centroids.lists import CentroidLists, Recalled
 from kvrecall.index.query_centroids.rerank import Rerank, distinct, rerank
@@ -93,35 +93,27 @@ class StartedSearch(NamedTuple):
 class CentroidIndex(PerSequence, Index):
     """Centroids and lists of one layer."""
 
-    of_sequence = ("_lists", "_shared", "_listed", "_counts", "_excluded")
+    of_sequence = ("_lists", "_shared", "_listed", "lengths", "_excluded")
 
     def __init__(self, shape: LayerShape, config: CentroidConfig) -> None:
         self._shape, self._config, self._on_host = shape, config, config.rerank == "host"
         self._lists: list[CentroidLists | None] = [None] * shape.sequences
         self._shared = [False] * shape.sequences  # whether a copy of this index may read the same lists
         self._listed = [0] * shape.sequences  # tokens that the lists know; every search recalls the later ones
-        self._counts = [0] * shape.sequences
+        self.lengths = [0] * shape.sequences
         self._excluded: list[Tensor | None] = [None] * shape.sequences
         self._reranked: dict[int, tuple[StartedSearch, Rerank]] = {}  # last search of each sequence, for `after_attention`
-        self._sources: Sequence[RowSource] = ()
         self._kernels = kernels_available(shape.device)
         self._scaling = shape.head_dim**-0.5
-
-    @property
-    def lengths(self) -> list[int]:  # type: ignore[override]
-        return self._counts
 
     @property
     def nbytes(self) -> int:
         return sum(x.nbytes for x in self._lists if x is not None)
 
-    def bind(self, sources: Sequence[RowSource]) -> None:
-        self._sources = sources
-
     def append(self, sequence: int, keys: Tensor) -> None:
-        self._counts[sequence] += keys.shape[1]
+        self.lengths[sequence] += keys.shape[1]
         lists = self._lists[sequence]
-        due = self._counts[sequence] - self._config.pool_tokens
+        due = self.lengths[sequence] - self._config.pool_tokens
         if lists is not None and due > self._listed[sequence]:
             keys = self._keys(sequence, self._listed[sequence], due)
             self._lists[sequence] = ivf.absorb(lists, keys, self._listed[sequence], self._scaling)
@@ -131,9 +123,9 @@ class CentroidIndex(PerSequence, Index):
     def end_of_prompt(self, sequence: int, observed: ObservedQueries | None, offset: int) -> None:
         """The first prompt makes the lists. Queries of later prompts replace the oldest centroids, or all of them if they are
         more (a document after a short system prompt)."""
-        if observed is None or not self._counts[sequence]:
+        if observed is None or not self.lengths[sequence]:
             return
-        config, count, lists = self._config, self._counts[sequence], self._lists[sequence]
+        config, count, lists = self._config, self.lengths[sequence], self._lists[sequence]
         if lists is not None and not config.dynamic_update:
             return
         observed = observed.last(config.centroids(observed.start + observed.queries.shape[1]))
@@ -174,11 +166,11 @@ class CentroidIndex(PerSequence, Index):
         self._excluded[sequence] = ids
 
     def truncate(self, sequence: int, tokens: int) -> None:
-        if tokens >= self._counts[sequence]:
+        if tokens >= self.lengths[sequence]:
             return
         lists = self._lists[sequence]
         self._lists[sequence] = None if lists is None or not tokens else ivf.truncate(lists, tokens)
-        self._counts[sequence] = tokens
+        self.lengths[sequence] = tokens
         self._listed[sequence] = min(tokens, self._listed[sequence])
         self._excluded[sequence] = None
         self._reranked.pop(sequence, None)
@@ -200,7 +192,7 @@ class CentroidIndex(PerSequence, Index):
 
     def archive(self, archive: Archive, tokens: list[int]) -> None:
         shape, count = self._shape, self._config.list_tokens
-        self._counts = list(tokens)
+        self.lengths = list(tokens)
         self._scaling = archive.number("scaling", self._scaling)
         for b, part in archive.each("sequence", len(tokens)):
             self._excluded[b] = archive_excluded(part, self._excluded[b], shape.kv_heads, tokens[b])
@@ -221,7 +213,7 @@ class CentroidIndex(PerSequence, Index):
     def deduplication(self, queries: Tensor, sequence: int) -> float:
         """alpha: distinct recalled ids ÷ recalled ids (section 3.1.2), mean over KV heads."""
         picked = self._recall(queries, sequence).picked
-        _, counts = distinct(picked, self._counts[sequence], self._counts[sequence], None)
+        _, counts = distinct(picked, self.lengths[sequence], self.lengths[sequence], None)
         return float((counts.float() / (picked >= 0).flatten(1).sum(1).clamp_min(1)).mean())
 
     def _start(self, query: Tensor, sequence: int) -> StartedSearch:
@@ -255,7 +247,7 @@ class CentroidIndex(PerSequence, Index):
         """Distinct ids of picked lists and of the pool, without excluded ids; see `rerank.distinct`."""
         listed = 0 if self._lists[sequence] is None else self._listed[sequence]
         excluded = None if excluded is None else excluded.to(picked.device)
-        return distinct(picked, self._counts[sequence], listed, excluded, cut)
+        return distinct(picked, self.lengths[sequence], listed, excluded, cut)
 
     def _keys(self, sequence: int, start: int, stop: int) -> Tensor:
         blocks = [block[:, :, 0] for block in self._sources[sequence].blocks(start)]

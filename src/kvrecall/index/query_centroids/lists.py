@@ -42,8 +42,7 @@ class CentroidLists:
 
     @property
     def nbytes(self) -> int:
-        tensors = (self.queries, self.norms, self.lse, self.ids, self.scores)
-        return sum(x.numel() * x.element_size() for x in tensors)
+        return sum(getattr(self, name).nbytes for name in _TENSORS)
 
     def oldest(self) -> CentroidLists:
         """A copy of the oldest centroid, which is replaced next."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kvrecall.cache.blocks import block_tables, stacked
+from kvrecall.cache.blocks import stacked
 from kvrecall.cache.slot_zones import ZonePlan
-from kvrecall.cache.zone_rows import ZoneRows
 from kvrecall.cache.zones import ZoneSizes
 from kvrecall.core.archive import Archive
 from kvrecall.core.errors import ParameterError
@@ -23,8 +22,9 @@ from kvrecall.index.sphere.codes import BLOCK, CENTROIDS, MAGNITUDE_BYTES, Codes
 from kvrecall.index.sphere.config import STAGE_ONE, SphereConfig
 from kvrecall.index.sphere.maps import Maps
 from kvrecall.index.sphere.paged import PagedCodes
-from kvrecall.index.sphere.pages import CodeLayout, CodePages
+from kvrecall.index.sphere.pages import CodePages
 from kvrecall.index.sphere.schedule import StageSizes, stage_sizes
+from kvrecall.index.table import InBlocks
 from kvrecall.index.tokens import archive_excluded
 from kvrecall.select.gqa import search_queries
 
@@ -40,31 +40,29 @@ _ENCODE_TOKENS = 8192
 """Tokens encoded at a time: bounds the fp32 temporaries to a few times H_kv * 8192 * D * 4 bytes."""
 
 
-class SphereIndex(Index):
-    """Summaries and search of one layer. On the CPU numba is used if installed; it returns the same ids.
+class SphereIndex(InBlocks, Index):
+    """Summaries and search of one layer. On the CPU numba is used; it returns the same ids.
 
-    A key is coded once, when it is appended, with its position and the layer's maps.
-
-    Codes lie in the blocks of their sequences (`pages.py`). A bound index uses the zones' block tables, which have room for
-    each key before it is appended. An unbound index has its own block tables.
+    A key is coded once, when it is appended, with its position and the layer's maps. Codes lie in the blocks of their sequences
+    (`pages.py`).
     """
 
     def __init__(self, shape: LayerShape, config: SphereConfig, numba: bool | None = None) -> None:
-        """numba: None uses numba on a CPU if it is installed. Raises ParameterError for centred or balanced codes without the
+        """numba: None uses numba on a CPU. Raises ParameterError for centred or balanced codes without the
         layer's statistics."""
         self.config, self._kv_heads = config, shape.kv_heads
         self._shape = shape
         if config.needs_statistics and shape.statistics is None:
-            remedy = (
-                "A cache takes them from its model: use it in a call of the attached model, or load it with model=… A trace "
-            )
-            remedy += "records them: record it anew."
+            remedy = "A cache takes them from its model: use it in a call of the attached model, or load it with model=… "
+            remedy += "A trace records them: record it anew."
             raise ParameterError("statistics", "the model's key statistics for centred or balanced codes", "none", remedy)
+        self._numba = shape.device.type == "cpu" if numba is None else numba
+        self._kernels = kernels_available(shape.device)
+        statistics = shape.statistics if config.needs_statistics else None
+        of = "codes", statistics, Maps.kind(shape, config), self._numba, self._kernels
+        super().__init__(of, partial(config.layout, shape), CodePages, shape.sequences, shape.device)
         self._maps: Maps | None = None
-        self._layer, self._bound = 0, False
-        self._tables = block_tables(shape.sequences, shape.device)
-        self._lengths, self._reserved = [0] * shape.sequences, 0
-        self._pages: CodePages | None = None
+        self._reserved = 0
         self._stacked: tuple[list[Tensor], Tensor] | None = None
         counts_shape = (shape.sequences, shape.kv_heads, shape.head_dim // BLOCK, CENTROIDS)
         with lasting_tensors():
@@ -73,8 +71,6 @@ class SphereIndex(Index):
             self.zero_norms = torch.zeros(shape.sequences, shape.kv_heads, dtype=torch.int32, device=shape.device)
             """int32 `[B, H_kv]`, not 0 if some key has norm zero."""
         self._excluded: list[Tensor | None] = [None] * shape.sequences
-        self._numba = _numba_available(shape.device) if numba is None else numba
-        self._kernels = kernels_available(shape.device)
         self._gpu: GpuSearch | None = None  # scratch of the last search on a GPU
         self._room = 0  # tokens that the scratch has room for
         self._planned: tuple[object, Tensor, Tensor] | None = None  # lengths, plan and flags of the last search
@@ -88,14 +84,8 @@ class SphereIndex(Index):
         return self._maps
 
     @property
-    def lengths(self) -> list[int]:  # type: ignore[override]
-        return list(self._lengths)
-
-    @property
     def nbytes(self) -> int:
-        """Bytes of the sequences' blocks, including blocks without tokens yet; a shared block counts once."""
-        used = {block for table in self._tables for block in table.blocks}
-        return len(used) * self._layout.block_bytes + self.counts.nbytes
+        return super().nbytes + self.counts.nbytes
 
     @staticmethod
     def nbytes_per_token(head_dim: int, weight_dtype: torch.dtype = torch.bfloat16, norms: bool = False) -> float:
@@ -105,38 +95,19 @@ class SphereIndex(Index):
     @property
     def pages(self) -> CodePages:
         """The codes of all sequences of this layer with the same settings, in the blocks of one pool."""
-        if self._pages is None:
-            shape, layout = self._shape, self._layout
-            statistics = shape.statistics if self.config.needs_statistics else None
-            kind = Maps.kind(shape, self.config)
-            key = "codes", self._layer, statistics, kind, layout, shape.device, self._numba, self._kernels
-            self._pages = self._tables[0].pool.memory(key, lambda: CodePages(layout, shape.device))
-        return self._pages
-
-    @property
-    def _layout(self) -> CodeLayout:
-        return self.config.layout(self._shape, self._tables[0].pool.block_size)
+        return self.memory
 
     def bind(self, sources: Sequence[RowSource]) -> None:
-        zones = [source for source in sources if isinstance(source, ZoneRows)]
-        assert len(zones) == len(sources), "codes lie in the blocks of their rows"
-        tables, layer = [zone.block_table for zone in zones], zones[0].layer
-        if not self._bound or tables[0].pool is not self._tables[0].pool:
-            assert not any(self._lengths), "codes lie in blocks of another pool"
-            self._pages = None
-        self._tables, self._layer, self._bound = tables, layer, True
+        moves = self._bind(sources)
+        assert self._bound, "codes lie in the blocks of their rows"
+        assert not moves, "codes lie in blocks of another pool"
 
     def reserve(self, tokens: int) -> None:
         self._reserved = max(self._reserved, tokens)
-        size, pool = self._layout.block_size, self._tables[0].pool
-        if not self._bound:
-            for table, length in zip(self._tables, self._lengths, strict=True):
-                table.ensure_blocks(min(length, tokens), tokens)
-        missing = sum(max(0, cdiv(tokens, size) - len(table.blocks)) for table in self._tables)
-        self._commit(max([pool.below(missing), *(block + 1 for table in self._tables for block in table.blocks)]))
+        super().reserve(tokens)
 
     def append(self, sequence: int, keys: Tensor) -> None:
-        before = self._lengths[sequence]
+        before = self.lengths[sequence]
         after = before + keys.shape[1]
         if not self._bound:
             self._tables[sequence].ensure_blocks(before, after)
@@ -148,8 +119,8 @@ class SphereIndex(Index):
     def encode_ahead(self, sequence: int, keys: Tensor, first: int) -> None:
         """Writes codes of keys `[H_kv, n, D]` for the tokens from `first` on, without counting them as indexed."""
         stop, zero_norms, table = first + keys.shape[1], self.zero_norms[sequence], self._tables[sequence]
-        assert stop <= len(table.blocks) * self._layout.block_size, "rows are stored before their keys are appended"
-        self._commit(max(table.blocks, default=-1) + 1)
+        assert stop <= len(table.blocks) * self.layout.block_size, "rows are stored before their keys are appended"
+        self.make_room(sequence)
         if self._kernels and not self._numba:
             from kvrecall.index.sphere.kernels import encode as kernels
 
@@ -161,37 +132,21 @@ class SphereIndex(Index):
                 row.copy_(part[:, start - first : start - first + row.shape[1]])
         zero_norms |= (codes.weights == 0).all(-1).any(-1)
 
-    def _commit(self, blocks: int) -> None:
-        """Gives memory to the blocks below id `blocks`."""
-        if blocks:
-            self.pages.commit(blocks)
-
     def truncate(self, sequence: int, tokens: int) -> None:
-        before = self._lengths[sequence]
+        before = self.lengths[sequence]
         self.add_counts(self.counts[sequence], sequence, min(tokens, before), before, -1)
-        self._set_length(sequence, min(tokens, before))
-        if not self._bound:
-            self._tables[sequence].release_unused()
+        super().truncate(sequence, tokens)
 
     def mark(self, sequence: int, prompt: bool) -> tuple[int, Tensor | None]:
-        return self._lengths[sequence], self._excluded[sequence]
+        return self.lengths[sequence], self._excluded[sequence]
 
     def rewind(self, sequence: int, mark: tuple[int, Tensor | None]) -> None:
         tokens, excluded = mark
         self.truncate(sequence, tokens)
         self.exclude(sequence, excluded)
 
-    def _set_length(self, sequence: int, tokens: int) -> None:
-        """Sets the number of tokens of a sequence."""
-        self._lengths[sequence] = tokens
-        if not self._bound:
-            self._tables[sequence].lengths[self._layer] = tokens
-
     def select(self, sequences: list[int]) -> SphereIndex:
-        chosen = copy(self)
-        tables = [self._tables[b] for b in sequences]
-        chosen._tables = tables if self._bound else [table.fork() for table in tables]
-        chosen._lengths = [self._lengths[b] for b in sequences]
+        chosen = super().select(sequences)
         chosen._excluded = [self._excluded[b] for b in sequences]
         chosen._gpu = chosen._planned = chosen._flags = chosen._stacked = None
         with lasting_tensors():
@@ -203,8 +158,8 @@ class SphereIndex(Index):
     def archive(self, archive: Archive, tokens: list[int]) -> None:
         """Saves or loads codes and maps. Maps are saved because another device or release may compute slightly different
         ones."""
-        assert not archive.saving or self._lengths == tokens
-        self._lengths = list(tokens)
+        assert not archive.saving or self.lengths == tokens
+        self.lengths = list(tokens)
         self.counts = archive.tensor("counts", self.counts, tuple(self.counts.shape), torch.int32, least=0)
         self.zero_norms = archive.tensor("zero_norms", self.zero_norms, tuple(self.zero_norms.shape), torch.int32)
         for b, own in archive.each("sequence", len(tokens)):
@@ -219,11 +174,11 @@ class SphereIndex(Index):
 
     def codes(self, sequence: int) -> Codes:
         """Copies of one sequence's summaries, `[H_kv, n, ·]`."""
-        return self.pages.gather(self._tables[sequence].on(self._shape.device), 0, self._lengths[sequence])
+        return self.pages.gather(self._tables[sequence].on(self._device), 0, self.lengths[sequence])
 
     def extend(self, sequence: int, tokens: int) -> None:
         """Counts codes that are already written, up to `tokens` in all, as indexed."""
-        self.add_counts(self.counts[sequence], sequence, self._lengths[sequence], tokens, 1)
+        self.add_counts(self.counts[sequence], sequence, self.lengths[sequence], tokens, 1)
         self._set_length(sequence, tokens)
 
     def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
@@ -235,7 +190,7 @@ class SphereIndex(Index):
         if self._numba:
             from kvrecall.index.sphere.cpu import search_batch
 
-            lengths = [self._lengths[b] for b in sequences]
+            lengths = [self.lengths[b] for b in sequences]
             zero_norms = [bool(self.zero_norms[b].any()) for b in sequences]
             return search_batch(
                 self.pages, [self._tables[b].blocks for b in sequences], self.counts, lengths, zero_norms, sequences, rotated,
@@ -264,9 +219,9 @@ class SphereIndex(Index):
         """The search by kernels. It does not synchronise, so ids are as wide as the budget."""
         from kvrecall.index.sphere.kernels.search import GpuSearch, plan_row
 
-        config, shape, heads, count = self.config, self._shape, self._kv_heads, len(self._lengths)
-        sizes = [stage_sizes(config.steps, n, budget.top_k, config.min_candidates_per_k) for n in self._lengths]
-        self._make_room(max(self._lengths))
+        config, shape, heads, count = self.config, self._shape, self._kv_heads, len(self.lengths)
+        sizes = [stage_sizes(config.steps, n, budget.top_k, config.min_candidates_per_k) for n in self.lengths]
+        self._make_room(max(self.lengths))
         most = max(sizes[b].candidates for b in sequences)
         gpu = self._gpu
         if gpu is None or gpu.top_k != budget.top_k or gpu.tokens != self._room or gpu.candidates < most:
@@ -275,9 +230,9 @@ class SphereIndex(Index):
                             self.maps, norms=config.norms)  # fmt: skip
             self._gpu = gpu
         excluded = [0 if ids is None else ids.shape[1] for ids in self._excluded]
-        key = (*self._lengths, *excluded, *sequences, budget.top_k)
+        key = (*self.lengths, *excluded, *sequences, budget.top_k)
         if self._planned is None or self._planned[0] != key:
-            rows = [plan_row(*row) for row in zip(self._lengths, sizes, excluded, strict=True)]
+            rows = [plan_row(*row) for row in zip(self.lengths, sizes, excluded, strict=True)]
             fires = [int(b in sequences) for b in range(count)]
             plan, fire = (torch.tensor(x, dtype=torch.int32, device=shape.device) for x in (rows, fires))
             self._planned = (key, plan, fire)
@@ -327,7 +282,7 @@ class SphereIndex(Index):
         """uint8 `[B, H_kv, room]`: 1 for excluded tokens; None without any."""
         if all(ids is None for ids in self._excluded):
             return None
-        shape = len(self._lengths), self._kv_heads, self._room
+        shape = len(self.lengths), self._kv_heads, self._room
         if self._flags is None or self._flags.shape != shape:
             self._flags = torch.zeros(shape, dtype=torch.uint8, device=self._shape.device)
             for b, ids in enumerate(self._excluded):
@@ -339,7 +294,7 @@ class SphereIndex(Index):
         self, queries: Tensor, budget: Budget, sequences: list[int]
     ) -> tuple[Tensor, list[Tensor | None], list[StageSizes]]:
         """(rotated queries, shifts per sequence (None without centres), sizes of the stages)."""
-        config, lengths = self.config, [self._lengths[b] for b in sequences]
+        config, lengths = self.config, [self.lengths[b] for b in sequences]
         grouped = search_queries(queries, self._kv_heads, config.gqa)
         shifts = [self.maps.shifts(query, tokens) for query, tokens in zip(grouped, lengths, strict=True)]
         least = config.min_candidates_per_k
@@ -376,11 +331,3 @@ class SphereIndex(Index):
         ids = self.pages.gather(blocks, start, stop).signs.long().transpose(1, 2)  # [H_kv, S, n]
         ones = torch.full_like(ids, step, dtype=torch.int32)
         counts.scatter_add_(-1, ids, ones)
-
-
-def _numba_available(device: torch.device) -> bool:
-    if device.type != "cpu":
-        return False
-    from importlib.util import find_spec
-
-    return find_spec("numba") is not None

@@ -57,7 +57,7 @@ def fit(keys: Tensor, count: int, queries: QueryMoments | None = None) -> Fitted
     the identity; with few queries likewise. queries: second moments of queries; None: all directions are equally likely.
     """
     dim = keys.shape[-1]
-    known = min(1.0, count / enough_keys(dim))
+    known = min(1.0, count / (2 * dim))  # so many keys are enough to use their moments unmixed
     of_keys = _even(keys, known, 1 - known + LEAST_VARIANCE)
     if queries is None:
         mean, _ = roots(of_keys)
@@ -67,11 +67,6 @@ def fit(keys: Tensor, count: int, queries: QueryMoments | None = None) -> Fitted
     size = ((back.mT @ back) * keys).sum((-1, -2)).sqrt()[..., None, None]
     scale = torch.where(size > 0, size.clamp(1 / LARGEST_SCALE, LARGEST_SCALE), 1.0)
     return Fitted(back / scale, forward * scale)
-
-
-def enough_keys(dim: int) -> int:
-    """How many keys are enough to use their second moments unmixed."""
-    return 2 * dim
 
 
 def roots(matrix: Tensor) -> tuple[Tensor, Tensor]:

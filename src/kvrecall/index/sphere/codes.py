@@ -72,13 +72,9 @@ def _kept(numbers: tuple[float, ...], device: torch.device | str) -> Tensor:
 
 
 def encode(
-    keys: Tensor,
-    rotation: Tensor,
-    weight_dtype: torch.dtype = torch.bfloat16,
-    centre: Tensor | None = None,
-    norms: bool = False,
-    number: int = 0,
-) -> Codes:
+    keys: Tensor, rotation: Tensor, weight_dtype: torch.dtype = torch.bfloat16, centre: Tensor | None = None,
+    norms: bool = False, number: int = 0,
+) -> Codes:  # fmt: skip
     """Summaries of keys `[..., n, D]` (any float dtype; computed in fp32). A key's summary depends on no other key.
 
     rotation: fp32 `[D, D]` or `[..., D, D]` on the same device, the inverse transpose of the queries' matrix.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvrecall.cache.blocks import block_size_on
 from kvrecall.core.errors import ParameterError, UnknownNameError
-from kvrecall.index.base import PER_HEAD, Captured, IndexConfig, LayerShape, PagedKernels, PagedSizes
+from kvrecall.index.base import Captured, IndexConfig, LayerShape, PagedKernels, PagedSizes
 from kvrecall.index.sphere.maps import Maps
 from kvrecall.index.sphere.pages import CodeLayout
 from kvrecall.index.sphere.schedule import PAPER_SCHEDULE, RatioStep, as_steps, check_schedule
@@ -106,9 +106,6 @@ class SphereConfig(IndexConfig):
         from kvrecall.index.sphere import PagedCodes
 
         return PagedCodes(self, shape, block_size)
-
-    def why_unpaged_on_gpu(self) -> str:
-        return PER_HEAD if self.gqa == "per_head" else ""
 
     def paged_kernels(self, shape: LayerShape, sizes: PagedSizes, like: PagedKernels | None = None) -> PagedKernels:
         from kvrecall.index.sphere.kernels.paged import CodeKernels

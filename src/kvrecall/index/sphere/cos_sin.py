@@ -28,7 +28,8 @@ class CosSinTable:
         with lasting_tensors():
             nothing = torch.empty(0, rotary.partner.shape[0], device=device, dtype=torch.float32)
         self._table = nothing, nothing
-        self._stride = 0
+        self.stride = 0
+        """`pair_stride` of the table."""
 
     def of(self, tokens: int) -> tuple[Tensor, Tensor]:
         """(cos, sin) with at least a row for each span of `tokens` tokens. A longer table is a new tensor; readers by address
@@ -36,26 +37,21 @@ class CosSinTable:
         table, wanted = self._table, spans_of(tokens)
         if wanted > table[0].shape[0]:
             table = self._longer(table, wanted)
-            self._stride, self._table = pair_stride(*table, self._partner), table
+            self.stride, self._table = pair_stride(*table, self._partner), table
         return table
-
-    @property
-    def stride(self) -> int:
-        """`pair_stride` of the table."""
-        return self._stride
 
     def _longer(self, table: tuple[Tensor, Tensor], wanted: int) -> tuple[Tensor, Tensor]:
         have = table[0].shape[0]
         wanted = max(wanted, min(spans_of(have * SPAN * 9 // 8), wanted + 16 * _PIECE_SPANS))
         rotary = self._rotary()
         assert rotary is not None
-        made = [mean_cos_sin(rotary, self._first, r) for r in range(have, wanted, _PIECE_SPANS)]
+        cos, sin = [table[0]], [table[1]]
+        for span in range(have, wanted, _PIECE_SPANS):
+            turns = rotary.cos_sin(self._first + span * SPAN, _PIECE_SPANS * SPAN)
+            for side, turn in zip((cos, sin), turns, strict=True):
+                side.append(turn.unflatten(0, (_PIECE_SPANS, SPAN)).mean(1).to(self._device))
         with lasting_tensors():
-            cos, sin = (
-                torch.cat([old, *(x.to(self._device) for x in new)])
-                for old, new in zip(table, zip(*made, strict=True), strict=True)
-            )
-            return cos, sin
+            return torch.cat(cos), torch.cat(sin)
 
     @property
     def nbytes(self) -> int:
@@ -87,12 +83,6 @@ def pair_stride(cos: Tensor, sin: Tensor, partner: Tensor) -> int:
     there, other = own[inside].to(cos.device), wanted[inside].to(cos.device)
     same = torch.equal(cos[:, there], cos[:, other]) and torch.equal(sin[:, there], -sin[:, other])
     return stride if same else 0
-
-
-def mean_cos_sin(rotary: Rotary, first: int, span: int) -> tuple[Tensor, Tensor]:
-    """Mean (cos, sin) of `_PIECE_SPANS` spans from number `span` on, fp32 `[_, D]`; span 0 begins at position `first`."""
-    cos, sin = rotary.cos_sin(first + span * SPAN, _PIECE_SPANS * SPAN)
-    return cos.unflatten(0, (_PIECE_SPANS, SPAN)).mean(1), sin.unflatten(0, (_PIECE_SPANS, SPAN)).mean(1)
 
 
 _cos_sin: WeakKeyDictionary[Rotary, dict[tuple[int, torch.device], CosSinTable]] = WeakKeyDictionary()

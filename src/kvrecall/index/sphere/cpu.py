@@ -21,6 +21,7 @@ from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.sphere.codes import magnitude_levels
 from kvrecall.index.sphere.cos_sin import SPAN
 from kvrecall.index.sphere.cpu_stages import (
+    Layout,
     bar_zero_norms,
     bonus_table,
     compact,
@@ -33,9 +34,9 @@ from kvrecall.index.sphere.cpu_stages import (
     threshold,
 )
 from kvrecall.index.sphere.pages import CodePages, LentPages
-from kvrecall.index.sphere.reference import product_entries, product_scale, whole_shifts
+from kvrecall.index.sphere.reference import Scores, product_entries, product_scale, whole_shifts
 from kvrecall.index.sphere.schedule import StageSizes
-from kvrecall.select.cpu import max_softmax, mean_softmax, top_k_of, union
+from kvrecall.select.cpu import softmax_ranks, top_k_of, union
 
 _CHUNK = 2048
 _NONE = np.empty((0, 0, 0, 0, 0), np.int16)
@@ -49,23 +50,12 @@ _MODES = {
 
 
 def search_batch(
-    pages: CodePages | LentPages,
-    tables: list[list[int]],
-    counts: Tensor,
-    lengths: list[int],
-    zero_norms: list[bool],
-    sequences: list[int],
-    queries: Tensor,
-    sizes: list[StageSizes],
-    budget: Budget,
-    mode: str,
-    excluded: list[Tensor | None],
-    stage1: str,
-    shifts: list[Tensor | None],
-) -> Selection:
-    """pages: the codes. tables: the blocks of each searched sequence. counts `[B, H_kv, S, 256]`.
-
-    queries: rotated `[b, H_kv, G', D]`.
+    pages: CodePages | LentPages, tables: list[list[int]], counts: Tensor, lengths: list[int], zero_norms: list[bool],
+    sequences: list[int], queries: Tensor, sizes: list[StageSizes], budget: Budget, mode: str, excluded: list[Tensor | None],
+    stage1: str, shifts: list[Tensor | None],
+) -> Selection:  # fmt: skip
+    """pages: the codes. tables: the blocks of each searched sequence. counts `[B, H_kv, S, 256]`. queries: rotated
+    `[b, H_kv, G', D]`.
 
     lengths, zero_norms, sizes: one per searched sequence; zero_norms: whether any key has norm zero (if not, the scan
     reads no weights). excluded: per searched sequence ascending ids int32 `[H_kv, m]` that must not be found.
@@ -83,9 +73,9 @@ def search_batch(
     for b, e in enumerate(excluded):
         if e is not None:
             excluded_ids[b, :, : e.shape[1]] = e.numpy()
-    products, offset, shift, most = _NONE, 0, 0, 254
+    products, scale = _NONE, Scores(0, 0, 254)
     if stage1 == "product":
-        offset, shift, most = product_scale(queries.shape[-1], layout.norms)
+        scale = product_scale(queries.shape[-1], layout.norms)
         products = torch.stack([product_entries(*own) for own in zip(queries, shifts, strict=True)]).to(torch.int16).numpy()
     spans = cdiv(max(lengths), SPAN)
     whole = torch.zeros(*queries.shape[:3], spans, dtype=torch.int64, device="cpu")
@@ -95,12 +85,12 @@ def search_batch(
             added[b, ..., : own.shape[-1]] = own
             whole[b, ..., : own.shape[-1]] = whole_shifts(queries[b], own)
     ids, found = _search(
-        codes.numpy(), stride, halves, words, kind, blocks, layout.block_size, np.array(layout.starts), layout.norms,
+        codes.numpy(), halves, words, kind, Layout(stride, layout.block_size, np.array(layout.starts)), blocks, layout.norms,
         counts.numpy(), np.array(lengths, np.int64), np.array(zero_norms), np.array(sequences, np.int64),
         queries.contiguous().numpy(),
         np.array([s.candidates for s in sizes], np.int64), np.array([s.tier_targets for s in sizes], np.int64),
         magnitude_levels().numpy(), budget.top_k, np.float64(budget.scaling), _MODES[mode],
-        excluded_ids, excluded_counts, products, offset, shift, most, added.numpy(), whole.numpy(),
+        excluded_ids, excluded_counts, products, scale, added.numpy(), whole.numpy(),
     )  # fmt: skip
     return Selection(torch.from_numpy(ids[:, :, : max(int(found.max()), 0)]), torch.from_numpy(found))
 
@@ -114,42 +104,16 @@ def _side_by_side(blocks: Tensor) -> tuple[Tensor, int]:
 
 @parallel_njit()
 def _search(
-    codes,
-    stride,
-    halves,
-    words,
-    kind,
-    tables,
-    size,
-    starts,
-    weighed,
-    counts,
-    lengths,
-    zero_norms,
-    sequences,
-    queries,
-    wanted,
-    targets,
-    levels,
-    top_k,
-    scaling,
-    mode,
-    excluded_ids,
-    excluded_counts,
-    products,
-    score_offset,
-    score_shift,
-    most_score,
-    added,
-    whole,
-):
-    """codes: uint8 `[n]`, with `stride` bytes from block to block; halves, words: the same memory in numbers of two and of four
-    bytes, where weights have that size. The parts of a block of `size` tokens begin at the bytes `starts`; weighed: whether
-    there are norms. tables: int32 `[b, W]`, the blocks of each searched sequence."""
+    codes, halves, words, kind, layout, tables, weighed, counts, lengths, zero_norms, sequences, queries, wanted, targets,
+    levels, top_k, scaling, mode, excluded_ids, excluded_counts, products, scale, added, whole,
+):  # fmt: skip
+    """codes: uint8 `[n]`; halves, words: the same memory in numbers of two and of four bytes, where weights have that size.
+    layout: a `Layout`. weighed: whether there are norms. tables: int32 `[b, W]`, the blocks of each searched sequence. scale: a
+    `reference.Scores`, of sums of products."""
     b_n, heads, group, dim = queries.shape
     blocks, item = dim // 8, 1 if kind == SMALL else 4 if kind == FLOAT32 else 2
     sets = group if mode == _PER_HEAD else 1
-    longest = lengths.max()
+    longest, size = lengths.max(), layout.size
     chunks = (longest + _CHUNK - 1) // _CHUNK
     most = wanted.max()
 
@@ -178,24 +142,11 @@ def _search(
         if start < end:
             for first in range(start // size * size, end, size):
                 block, left, right = tables[b, first // size], max(start, first), min(end, first + size)
-                norms = part(codes, block, stride, starts[3], h, size, 1) if weighed else codes[:0].reshape(0, 1)
-                scan(
-                    part(codes, block, stride, starts[0], h, size, blocks),
-                    first,
-                    bonus[b, h],
-                    left,
-                    right,
-                    coarse[b, h],
-                    histogram[b, h, :, c],
-                    score_offset,
-                    score_shift,
-                    most_score,
-                    norms,
-                    whole[b, h],
-                    SPAN,
-                )
+                signs = part(codes, layout, block, 0, h, blocks)
+                norms = part(codes, layout, block, 3, h, 1) if weighed else codes[:0].reshape(0, 1)
+                scan(signs, first, bonus[b, h], left, right, coarse[b, h], histogram[b, h, :, c], scale, norms, whole[b, h])
                 if zero_norms[b]:
-                    weights = part(codes, block, stride, starts[2], h, size, blocks * item)
+                    weights = part(codes, layout, block, 2, h, blocks * item)
                     bar_zero_norms(weights, first, left, right, coarse[b, h], histogram[b, h, :, c])
             if excluded_counts[b] > 0:
                 exclude_ids(excluded_ids[b, h, : excluded_counts[b]], start, end, coarse[b, h], histogram[b, h, :, c])
@@ -226,24 +177,9 @@ def _search(
                 last = first + np.searchsorted(candidates[b, h, j, first:taken], base + size)
                 block, chosen = tables[b, base // size], candidates[b, h, j, first:last]
                 for g in range(j if mode == _PER_HEAD else 0, j + 1 if mode == _PER_HEAD else group):
-                    rerank_block(
-                        codes,
-                        halves,
-                        words,
-                        kind,
-                        block,
-                        stride,
-                        starts,
-                        h,
-                        size,
-                        base,
-                        pairs[b, h, g],
-                        chosen,
-                        scores[b, h, 0 if together else g, first:last],
-                        together and g > 0,
-                        added[b, h, g],
-                        SPAN,
-                    )
+                    out = scores[b, h, 0 if together else g, first:last]
+                    rerank_block(codes, halves, words, kind, layout, block, h, base, pairs[b, h, g], chosen, out,
+                                 together and g > 0, added[b, h, g])  # fmt: skip
                 first = last
 
     best = np.empty((b_n, heads, sets, top_k), np.int32)
@@ -257,10 +193,8 @@ def _search(
         if excluded_counts[b] > 0:
             rows = scores[b, h, :, :n] if softmax else scores[b, h, j : j + 1, :n]
             n = drop_ids(excluded_ids[b, h, : excluded_counts[b]], candidates[b, h, j, :n], rows)
-        if mode == _MEAN_SOFTMAX:
-            mean_softmax(scores[b, h, :, :n], scaling)
-        elif mode == _MAX_SOFTMAX:
-            max_softmax(scores[b, h, :, :n], scaling)
+        if softmax:
+            softmax_ranks(scores[b, h, :, :n], scaling, mode == _MEAN_SOFTMAX)
         row_scores = scores[b, h, j, :n]
         for i in range(n):
             if coarse[b, h, j, candidates[b, h, j, i]] == 0:  # a key of zero norm ranks behind everything
@@ -269,8 +203,7 @@ def _search(
 
     ids = np.full((b_n, heads, sets * top_k), -1, np.int32)
     found = np.empty((b_n, heads), np.int32)
-    for task in range(b_n * heads):
-        h = task % heads
-        b = task // heads
-        found[b, h] = union(best[b, h], kept[b, h], ids[b, h])
+    for b in range(b_n):
+        for h in range(heads):
+            found[b, h] = union(best[b, h], kept[b, h], ids[b, h])
     return ids, found

@@ -19,13 +19,9 @@ from kvrecall.index.sphere.levels import lloyd_max
 
 
 def encode(
-    keys: Tensor,
-    rotation: Tensor,
-    weight_dtype: torch.dtype = torch.bfloat16,
-    centre: Tensor | None = None,
-    norms: bool = False,
-    number: int = 0,
-) -> Codes:
+    keys: Tensor, rotation: Tensor, weight_dtype: torch.dtype = torch.bfloat16, centre: Tensor | None = None,
+    norms: bool = False, number: int = 0,
+) -> Codes:  # fmt: skip
     """As `codes.encode`, for CPU tensors `[H_kv, n, D]`; `number` has no effect."""
     heads, count, dim = keys.shape
     blocks = dim // BLOCK

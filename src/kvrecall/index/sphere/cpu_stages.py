@@ -5,23 +5,33 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import njit
 
 from kvrecall.core.numba import FLOAT32, SMALL, load_float, prefetch
 from kvrecall.core.small_floats import UNIT
+from kvrecall.index.sphere.cos_sin import SPAN
 
 _AHEAD = 16
 """A cache line is prefetched this many candidates ahead."""
 
 
+class Layout(NamedTuple):
+    """Blocks of codes: bytes from one to the next, tokens of each, and the byte at which each part of a block begins."""
+
+    stride: int
+    size: int
+    starts: np.ndarray
+
+
 @njit(cache=True, inline="always")
-def part(codes, block, stride, start, h, size, width):
-    """One part of one KV head's codes, `[size, width]`, in a block of `codes` `[n]`, which has `stride` numbers from block to
-    block. The part begins at number `start` of its block."""
-    rows = size * width
-    first = block * stride + start + h * rows
-    return codes[first : first + rows].reshape(size, width)
+def part(codes, layout, block, number, h, width):
+    """Part `number` of one KV head's codes, `[size, width]`, in a block of `codes` `[n]`, numbers of one, two or four bytes."""
+    rows = layout.size * width
+    first = (block * layout.stride + layout.starts[number]) // codes.itemsize + h * rows
+    return codes[first : first + rows].reshape(layout.size, width)
 
 
 @njit(cache=True)
@@ -42,23 +52,14 @@ def bonus_table(block, counts, targets, out):
             proxy[size + i] = proxy[i] + value
             proxy[i] = proxy[i] - value
         # order[:size] sorts both halves: adding a constant keeps the order except for ties, which are fixed at the end.
-        low, high, out_at = 0, 0, 0
-        while low < size and high < size:
-            if proxy[order[low]] >= proxy[size + order[high]]:
-                scratch[out_at] = order[low]
+        low, high = 0, 0
+        for at in range(2 * size):
+            if high == size or (low < size and proxy[order[low]] >= proxy[size + order[high]]):
+                scratch[at] = order[low]
                 low += 1
             else:
-                scratch[out_at] = size + order[high]
+                scratch[at] = size + order[high]
                 high += 1
-            out_at += 1
-        while low < size:
-            scratch[out_at] = order[low]
-            low += 1
-            out_at += 1
-        while high < size:
-            scratch[out_at] = size + order[high]
-            high += 1
-            out_at += 1
         size *= 2
         for i in range(size):
             order[i] = scratch[i]
@@ -97,11 +98,12 @@ def pair_tables(block, levels, out):
 
 
 @njit(cache=True)
-def scan(signs, first, bonus, start, end, coarse, histogram, offset, shift, most, norms, added, span):
-    """coarse[j, i] = 1 + (bonus sum + offset) >> shift, cut off at 0 and `most`; the group's largest if it has one set.
+def scan(signs, first, bonus, start, end, coarse, histogram, scale, norms, added):
+    """coarse[j, i] = 1 + (bonus sum + offset) >> shift, cut off at 0 and `top` (`reference.Scores`); the group's largest if it
+    has one set.
 
     signs: of the tokens from `first` on; tokens start .. end - 1 are scored. norms: uint8 codes `[n, 1]` of factors of the
-    sums, in units of 2^-UNIT; may be empty. added: int64 `[G, R]`, added to the sums of each `span` tokens.
+    sums, in units of 2^-UNIT; may be empty. added: int64 `[G, R]`, added to the sums of each SPAN tokens.
     """
     group, blocks = bonus.shape[0], bonus.shape[1]
     sets = coarse.shape[0]
@@ -117,8 +119,8 @@ def scan(signs, first, bonus, start, end, coarse, histogram, offset, shift, most
                 total += bonus[g, s, signs[i - first, s]]
             if weighed:
                 total = ((total * factor) << power) >> UNIT
-            total += added[g, i // span] + offset
-            score = 1 + min(max(total >> shift, 0), most)
+            total += added[g, i // SPAN] + scale.offset
+            score = 1 + min(max(total >> scale.shift, 0), scale.top)
             if sets == 1:
                 best = max(best, score)
             else:
@@ -127,6 +129,15 @@ def scan(signs, first, bonus, start, end, coarse, histogram, offset, shift, most
         if sets == 1:
             coarse[0, i] = best
             histogram[0, best] += 1
+
+
+@njit(cache=True)
+def bar(i, coarse, histogram):
+    """Gives a token coarse score 0."""
+    for j in range(coarse.shape[0]):
+        histogram[j, coarse[j, i]] -= 1
+        histogram[j, 0] += 1
+        coarse[j, i] = 0
 
 
 @njit(cache=True)
@@ -139,20 +150,14 @@ def bar_zero_norms(weights, first, start, end, coarse, histogram):
                 zero = False
                 break
         if zero:
-            for j in range(coarse.shape[0]):
-                histogram[j, coarse[j, i]] -= 1
-                histogram[j, 0] += 1
-                coarse[j, i] = 0
+            bar(i, coarse, histogram)
 
 
 @njit(cache=True)
 def exclude_ids(excluded, start, end, coarse, histogram):
     """Gives the tokens of an ascending id list coarse score 0, so that they do not become candidates."""
     for i in excluded[np.searchsorted(excluded, start) : np.searchsorted(excluded, end)]:
-        for j in range(coarse.shape[0]):
-            histogram[j, coarse[j, i]] -= 1
-            histogram[j, 0] += 1
-            coarse[j, i] = 0
+        bar(i, coarse, histogram)
 
 
 @njit(cache=True)
@@ -211,7 +216,7 @@ def compact(coarse, start, end, threshold, quota, out, at):
 
 
 @njit(cache=True)
-def rerank(signs, magnitudes, weights, first, kind, pairs, chosen, out, keep_larger, added, span):
+def rerank(signs, magnitudes, weights, first, kind, pairs, chosen, out, keep_larger, added):
     """Estimated inner products (Eq. 24) of the chosen tokens, plus `added` fp32 `[R]` of their spans of tokens.
 
     Codes begin with token `first` and cover all chosen tokens. Sums are in the reference's order. Candidates are scattered, so
@@ -241,25 +246,22 @@ def rerank(signs, magnitudes, weights, first, kind, pairs, chosen, out, keep_lar
             dot = np.float32(dot + pairs[s, 3, ((word >> 18) & 63) | (((sign >> 6) & 3) << 6)])
             term = np.float32(load_float(weights[i, s], kind) * dot)
             total = np.float32(total + term) if s > 0 else term
-        total = np.float32(total + added[chosen[c] // span])
+        total = np.float32(total + added[chosen[c] // SPAN])
         out[c] = max(out[c], total) if keep_larger else total
 
 
 @njit(cache=True)
-def rerank_block(
-    codes, halves, words, kind, block, stride, starts, h, size, base, pairs, chosen, out, keep_larger, added, span
-):
+def rerank_block(codes, halves, words, kind, layout, block, h, base, pairs, chosen, out, keep_larger, added):
     """`rerank` of tokens of one block, which begins with token `base`. halves, words: the codes in numbers of two and of four
     bytes, in which weights of these sizes lie."""
     blocks = pairs.shape[0]
-    signs = part(codes, block, stride, starts[0], h, size, blocks)
-    magnitudes = part(codes, block, stride, starts[1], h, size, 3 * blocks)
+    signs, magnitudes = part(codes, layout, block, 0, h, blocks), part(codes, layout, block, 1, h, 3 * blocks)
     if kind == SMALL:
-        weights = part(codes, block, stride, starts[2], h, size, blocks)
-        rerank(signs, magnitudes, weights, base, kind, pairs, chosen, out, keep_larger, added, span)
+        weights = part(codes, layout, block, 2, h, blocks)
+        rerank(signs, magnitudes, weights, base, kind, pairs, chosen, out, keep_larger, added)
     elif kind == FLOAT32:
-        singles = part(words, block, stride // 4, starts[2] // 4, h, size, blocks)
-        rerank(signs, magnitudes, singles, base, kind, pairs, chosen, out, keep_larger, added, span)
+        singles = part(words, layout, block, 2, h, blocks)
+        rerank(signs, magnitudes, singles, base, kind, pairs, chosen, out, keep_larger, added)
     else:
-        shorts = part(halves, block, stride // 2, starts[2] // 2, h, size, blocks)
-        rerank(signs, magnitudes, shorts, base, kind, pairs, chosen, out, keep_larger, added, span)
+        shorts = part(halves, layout, block, 2, h, blocks)
+        rerank(signs, magnitudes, shorts, base, kind, pairs, chosen, out, keep_larger, added)

@@ -101,10 +101,8 @@ class Maps:
         if config.needs_statistics:
             assert statistics is not None, "an index without statistics is refused"
             if config.center:
-                maps._rotary, maps._cos_sin = (
-                    statistics.rotary,
-                    cos_sin_table(statistics.rotary, shape.zone_start, shape.device),
-                )
+                maps._rotary = statistics.rotary
+                maps._cos_sin = cos_sin_table(statistics.rotary, shape.zone_start, shape.device)
             return statistics.derived.setdefault(Maps.kind(shape, config), maps)
         shared = Maps.of(shape, config)
         return shared if torch.equal(shared.rotation, maps.rotation) else maps

@@ -18,9 +18,9 @@ from kvrecall.cache.slot_zones import PlannedZones, SlotZones
 from kvrecall.cache.zones import ZoneLengths
 from kvrecall.core.launch import cdiv, launch, next_power_of_2, overlapping
 from kvrecall.index.base import Index
-from kvrecall.index.sphere.codes import BLOCK, CENTROIDS, MIN_ALPHA, magnitude_levels, magnitude_thresholds, weight_range
+from kvrecall.index.sphere.codes import BLOCK, CENTROIDS
 from kvrecall.index.sphere.cos_sin import SPAN
-from kvrecall.index.sphere.kernels.encode import Centring
+from kvrecall.index.sphere.kernels.encode import Centring, Coding
 from kvrecall.index.sphere.kernels.search import GpuSearch, Tables
 from kvrecall.index.sphere.kernels.step import step_kernel
 from kvrecall.index.sphere.plan import ROW, SEARCH_FIELDS, StepPlan
@@ -47,7 +47,7 @@ class SphereStep(IndexStep):
         self._kind, self._maps, self._pages = type(index), maps, index.pages
         self._collides = config.stage1 == "collision"
         heads, dim = shape.kv_heads, shape.head_dim
-        self._centring = Centring.of(maps, spec.tokens)
+        self._coding = Coding.of(maps, Centring.of(maps, spec.tokens), index.pages.codes)
         sizes = spec.slots, heads, dim // BLOCK, CENTROIDS
         counts, zero_norms = (torch.zeros(size, dtype=torch.int32, device=shape.device) for size in (sizes, sizes[:2]))
         self.tables = Tables(index.pages.codes, spec.host.blocks, counts, zero_norms)
@@ -66,7 +66,6 @@ class SphereStep(IndexStep):
             self.searches.pairs, stream_count(spec.slots * heads, spec.tokens) if spec.every_step else 1
         )
         self.estimated_parts = 0 if spec.estimates is None else spec.estimates.parts
-        self._levels, self._thresholds = magnitude_levels(shape.device), magnitude_thresholds(shape.device)
 
     def fits(self, index: Index, zones: list[ZoneLengths], room: int) -> bool:
         if type(index) is not self._kind:
@@ -107,23 +106,21 @@ class SphereStep(IndexStep):
     def attend(self, inputs: SlotStep, pairs: range) -> None:
         """Attends to selected and window rows, and encodes the leaving token, in one launch for `pairs` of slots and KV
         heads."""
-        maps, tables, centring, host = self._maps, self.tables, self._centring, inputs.attention.table
+        tables, coding, host = self.tables, self._coding, inputs.attention.table
         attention, params, dim, k = inputs.attention, inputs.params, self.spec.shape.head_dim, self.spec.top_k
-        codes, measured, centred = tables.codes, tables.codes.norms is not None, maps.means is not None
+        map_stride, between, block_bytes = coding.strides
+        measured = coding.options["NORMS"]
         pieces, parts = cdiv(dim, _ENCODED_ROWS) + measured, attention.parts
-        least, most = weight_range(codes.weights.dtype, centred)
         launch(step_kernel, (len(pairs) * (parts + pieces),))(
             inputs.queries, inputs.keys, inputs.values, attention.rows, inputs.zones.rows, attention.bad, self.searches.ids,
             host.pool, host.blocks, attention.cached(inputs.now), attention.read, attention.out, attention.lse,
-            maps.keys, centring.means, centring.cos, centring.sin, self._levels, self._thresholds, codes.signs,
-            codes.magnitudes, codes.weights, codes.norms if measured else codes.signs, tables.counts, self._live,
-            tables.zero_norms, params.scaling, params.softcap, self.spec.shape.kv_heads, host.blocks.stride(0), pairs.start,
-            attention.rows.shape[2], ROW, attention.front, k,
-            codes.signs.stride(0), maps.stride, centring.between, most, least, MIN_ALPHA,
+            *coding.maps, *coding.parts, tables.counts, self._live, tables.zero_norms, params.scaling, params.softcap,
+            self.spec.shape.kv_heads, host.blocks.stride(0), pairs.start, attention.rows.shape[2], ROW, attention.front, k,
+            block_bytes, map_stride, between, *coding.limits,
             BLOCK=host.block_size, D=dim, BD=next_power_of_2(dim), S=dim // BLOCK, ROWS=_ENCODED_ROWS, G=self.spec.group,
             R=attention.chosen_rows, W=attention.resident_rows, CHOSEN=attention.chosen_parts,
             PIECES=pieces, PARTS=parts, OTHERS=attention.out.shape[2] - parts, FIRST=SEARCH_FIELDS, CAP=params.softcap != 0,
-            WAYS=attention.cache.ways, COUNTS=self._collides, SPAN=SPAN, CENTRED=centred, NORMS=measured,
+            WAYS=attention.cache.ways, COUNTS=self._collides, SPAN=SPAN, CENTRED=coding.options["CENTRED"], NORMS=measured,
             num_warps=attention.warps, **overlapping(attention.rows.device),
         )  # fmt: skip
 

@@ -7,7 +7,6 @@ full. Of the last unit only the lowest positions are selected. Ties go to the lo
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
@@ -18,7 +17,7 @@ from kvrecall.core.archive import Archive
 from kvrecall.core.launch import kernels_available
 from kvrecall.core.per_sequence import PerSequence
 from kvrecall.core.structs import Budget, Selection, lasting_tensors
-from kvrecall.index.base import Index, IndexConfig, LayerShape, RowSource, stack_selections
+from kvrecall.index.base import Index, IndexConfig, LayerShape, stack_selections
 from kvrecall.index.units.plan import UnitKind, plan_row
 from kvrecall.select.gqa import reduce_scores, search_queries
 from kvrecall.select.topk import union_rows
@@ -46,7 +45,7 @@ class Units:
 
     @property
     def nbytes(self) -> int:
-        return sum(x.numel() * x.element_size() for x in (self.reps, self.members, self.offsets))
+        return self.reps.nbytes + self.members.nbytes + self.offsets.nbytes
 
     def own(self) -> Units:
         """The units for a copy of the sequence."""
@@ -99,13 +98,9 @@ class UnitIndex(PerSequence, Index):
         self._kv_heads, self.gqa = shape.kv_heads, config.gqa
         """gqa: how the query heads of a group share a search."""
         self._excluded: list[Tensor | None] = [None] * shape.sequences
-        self._sources: Sequence[RowSource] = ()
         self._kernels = kernels_available(shape.device)
         self._gpu: GpuUnitSearch | None = None  # scratch of the last search on a GPU
         self._planned: tuple[list[Units], Tensor, Tensor] | None = None  # units, plan and flags of the last search
-
-    def bind(self, sources: Sequence[RowSource]) -> None:
-        self._sources = sources
 
     @property
     @abstractmethod
@@ -127,8 +122,11 @@ class UnitIndex(PerSequence, Index):
     def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
         if self._kernels and self.gqa != "per_head":
             return self._search_gpu(queries, budget, sequences)
-        grouped = search_queries(queries, self._kv_heads, self.gqa)
-        return stack_selections([self._search_one(q, b, budget) for q, b in zip(grouped, sequences, strict=True)])
+        found = []
+        for query, b in zip(search_queries(queries, self._kv_heads, self.gqa), sequences, strict=True):
+            units = self.units(b)
+            found.append(search_units(self.score(query, units, budget.scaling), units, self.gqa, budget))
+        return stack_selections(found)
 
     def gpu_search(self, queries: Tensor, top_k: int, sequences: list[int]) -> tuple[GpuUnitSearch, Tensor, Tensor]:
         """(scratch, plan, flags) of a search for queries `[len(sequences), H_q, D]`. Synchronises only if units have changed
@@ -145,11 +143,7 @@ class UnitIndex(PerSequence, Index):
                 gpu = GpuUnitSearch(*sizes, self.gqa, self.kind, top_k, most * 9 // 8, reps.dtype, reps.device)
             self._gpu, self._planned = gpu, None
         planned = self._planned
-        if (
-            planned is None
-            or len(planned[0]) != len(searched)
-            or any(a is not b for a, b in zip(planned[0], searched, strict=True))
-        ):
+        if planned is None or [*map(id, planned[0])] != [*map(id, searched)]:
             pairs = zip(searched, gpu.scores, strict=False)
             rows = [plan_row(units.reps, units.members, units.offsets, scores) for units, scores in pairs]
             with lasting_tensors():
@@ -171,10 +165,6 @@ class UnitIndex(PerSequence, Index):
             entries = getattr(chosen, name)
             setattr(chosen, name, [entry.own() if isinstance(entry, Units) else entry for entry in entries])
         return chosen
-
-    def _search_one(self, query: Tensor, sequence: int, budget: Budget) -> tuple[Tensor, Tensor]:
-        units = self.units(sequence)
-        return search_units(self.score(query, units, budget.scaling), units, self.gqa, budget)
 
 
 def search_units(scores: Tensor, units: Units, gqa: str, budget: Budget) -> tuple[Tensor, Tensor]:

@@ -240,11 +240,10 @@ class SegmentStep(UnitStep):
         from kvrecall.index.units.grow import segment_kernel
 
         assert isinstance(inputs.zones, DeviceZones)
-        args, sizes = end_arguments(self.spec, inputs)
         marks, longest = inputs.zones.marks, self.spec.longest_segment
+        args, sizes = end_arguments(self.spec, inputs, (self.plan, marks), (longest, marks.shape[1]))
         launch(segment_kernel, (len(self.plan),))(
-            *args.begin, self.plan, marks, *args.logs, *args.numbers, longest, marks.shape[1], args.window,
-            BM=next_power_of_2(longest), T=_READ_TOKENS, FIELDS=FIELDS, **sizes,
+            *args, BM=next_power_of_2(longest), T=_READ_TOKENS, FIELDS=FIELDS, **sizes,
         )  # fmt: skip
 
     def leave(self, slot: int, index: Index, sequence: int, tokens: int, keys: Callable[[], Tensor]) -> None:
@@ -273,12 +272,8 @@ def cluster(keys: Tensor, clusters: int, iterations: int) -> Tensor:
     Keys are centred by their mean per head and normalised, so that their common part does not hide differences. A key joins
     the centre with the largest cosine, among equals the first. Centres start at evenly spaced keys.
     """
-    return torch.stack([_cluster_head(head, clusters, iterations) for head in keys.float()])
-
-
-def _cluster_head(keys: Tensor, clusters: int, iterations: int) -> Tensor:
-    points = torch.nn.functional.normalize(keys - keys.mean(0), dim=-1)
-    return lloyd(points, clusters, iterations, spherical=True)[0]
+    points = [torch.nn.functional.normalize(head - head.mean(0), dim=-1) for head in keys.float()]
+    return torch.stack([lloyd(head, clusters, iterations, spherical=True)[0] for head in points])
 
 
 def lloyd(points: Tensor, clusters: int, iterations: int, *, spherical: bool) -> tuple[Tensor, Tensor]:

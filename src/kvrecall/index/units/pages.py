@@ -25,7 +25,7 @@ from kvrecall.core.archive import Archive
 from kvrecall.core.errors import UnknownNameError
 from kvrecall.core.launch import cdiv, launch, next_power_of_2
 from kvrecall.core.pieces import Work, chunks, run_all
-from kvrecall.index.base import PER_HEAD, Captured, Index, IndexConfig, LayerShape, PagedKernels, PagedSizes
+from kvrecall.index.base import Captured, Index, IndexConfig, LayerShape, PagedKernels, PagedSizes
 from kvrecall.index.step import SlotSpec, SlotStep, end_arguments
 from kvrecall.index.tokens import archive_excluded
 from kvrecall.index.units import GrowingUnits, UnitIndex, Units, archive_units
@@ -87,9 +87,6 @@ class PageConfig(IndexConfig):
     def paged(self, shape: LayerShape, block_size: int) -> PagedPages:
         return PagedPages(self.kind, shape, block_size)
 
-    def why_unpaged_on_gpu(self) -> str:
-        return PER_HEAD if self.gqa == "per_head" else ""
-
     def paged_kernels(self, shape: LayerShape, sizes: PagedSizes, like: PagedKernels | None = None) -> PageKernels:
         from kvrecall.index.units.paged_kernels import PageKernels
 
@@ -114,39 +111,36 @@ class PageIndex(UnitIndex):
     """Pages of one layer. Volumes are rounded to the cache's dtype to nearest, not outwards: they rank pages and bound
     nothing."""
 
-    of_sequence = ("_units", "_excluded", "_counts", "tails")
+    of_sequence = ("_units", "_excluded", "lengths", "tails")
 
     def __init__(self, shape: LayerShape, config: PageConfig) -> None:
         super().__init__(shape, config)
         self._shape, self.config = shape, config
         self._units = [self._units_of_none()] * shape.sequences
-        self._counts = [0] * shape.sequences
+        self.lengths = [0] * shape.sequences
         self.tails = [torch.empty(shape.kv_heads, 0, shape.head_dim, dtype=shape.dtype, device=shape.device)] * shape.sequences
         """Keys `[H_kv, n, D]` of each sequence's partly filled last page."""
 
     @property
-    def lengths(self) -> list[int]:  # type: ignore[override]
-        return self._counts
-
-    @property
     def nbytes(self) -> int:
-        return sum(u.nbytes for u in self._units) + sum(t.numel() * t.element_size() for t in self.tails)
+        return sum(x.nbytes for x in (*self._units, *self.tails))
 
     def append(self, sequence: int, keys: Tensor) -> None:
         """The last page may be partial: its keys are kept, and its volume is computed again when more arrive."""
-        ids = torch.arange(self._counts[sequence], self._counts[sequence] + keys.shape[1], device=keys.device)
-        self._counts[sequence] += keys.shape[1]
+        ids = torch.arange(self.lengths[sequence], self.lengths[sequence] + keys.shape[1], device=keys.device)
+        self.lengths[sequence] += keys.shape[1]
         size, units = self.config.page_tokens, self._units[sequence]
         whole = units.members.shape[1] // size
         ids = ids.to(torch.int32).expand(self._kv_heads, -1)
         rest = torch.cat([self.tails[sequence], keys], 1)
         members = torch.cat([units.members, ids], 1)
         reps = torch.cat([units.reps[:, :whole], volumes(rest, size, self.config.bounds)], 1)
-        self._replace(sequence, Units(reps, members, self._offsets(members.shape[1], reps.shape[1])), rest)
+        self._units[sequence] = Units(reps, members, self._offsets(members.shape[1], reps.shape[1]))
+        self.tails[sequence] = rest[:, rest.shape[1] - members.shape[1] % size :].clone()
 
     def truncate(self, sequence: int, tokens: int) -> None:
-        if tokens < self._counts[sequence]:
-            self._counts[sequence] = tokens
+        if tokens < self.lengths[sequence]:
+            self.lengths[sequence] = tokens
             self.exclude(sequence, None)
 
     def exclude(self, sequence: int, ids: Tensor | None) -> None:
@@ -172,7 +166,7 @@ class PageIndex(UnitIndex):
 
     def restructure(self, sequence: int, ids: Tensor | None, structure: Pages) -> None:
         late = self._keys(sequence, structure.tokens)
-        self._excluded[sequence], self._counts[sequence] = ids, structure.tokens
+        self._excluded[sequence], self.lengths[sequence] = ids, structure.tokens
         self._units[sequence], self.tails[sequence] = structure.units, structure.tail
         if late.shape[1]:
             self.append(sequence, late)
@@ -180,7 +174,7 @@ class PageIndex(UnitIndex):
     def archive(self, archive: Archive, tokens: list[int]) -> None:
         shape, size = self._shape, self.config.page_tokens
         for b, part in archive.each("sequence", len(tokens)):
-            self._counts[b] = tokens[b]
+            self.lengths[b] = tokens[b]
             ids = self._excluded[b] = archive_excluded(part, self._excluded[b], shape.kv_heads, tokens[b])
             width = self.config.points * shape.head_dim
             units = self._units[b] = archive_units(part.under("units"), self._units[b], width, shape.dtype, tokens[b])
@@ -212,13 +206,7 @@ class PageIndex(UnitIndex):
 
     def _keys(self, sequence: int, start: int) -> Tensor:
         """Keys `[H_kv, n, D]` of the indexed tokens from number `start` on, from the host."""
-        return self._sources[sequence].keys(start, self._counts[sequence], self._shape.device)
-
-    def _replace(self, sequence: int, units: Units, keys: Tensor) -> None:
-        """keys: at least those of the partial last page, in order."""
-        partial = units.members.shape[1] % self.config.page_tokens
-        self._units[sequence] = units
-        self.tails[sequence] = keys[:, keys.shape[1] - partial :].clone()
+        return self._sources[sequence].keys(start, self.lengths[sequence], self._shape.device)
 
     def _offsets(self, tokens: int, pages: int) -> Tensor:
         size = self.config.page_tokens
@@ -252,10 +240,9 @@ class PageStep(UnitStep):
     def end(self, inputs: SlotStep) -> None:
         from kvrecall.index.units.grow import page_kernel
 
-        args, sizes = end_arguments(self.spec, inputs)
+        args, sizes = end_arguments(self.spec, inputs, (self.plan, self._tails))
         launch(page_kernel, (len(self.plan),))(
-            *args.begin, self.plan, self._tails, *args.logs, *args.numbers, args.window, PAGE=self._page,
-            T=next_power_of_2(self._page), SPREAD=self._config.bounds == "mean-deviation",
+            *args, PAGE=self._page, T=next_power_of_2(self._page), SPREAD=self._config.bounds == "mean-deviation",
             POINTS=self._config.points, FIELDS=FIELDS, **sizes,
         )  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from kvrecall.cache.device_memory import free_device_bytes
@@ -96,13 +97,21 @@ class SlotLayer(ABC):
     def _forget(self, group: SlotAssignment) -> None:  # noqa: B027 - optional
         """Called when the group's slots have been freed."""
 
-    @abstractmethod
     def step(self, queries: Tensor, keys: Tensor, values: Tensor, now: Tensor, params: AttentionParams) -> Tensor:
         """The T tokens of a step, each as `pipeline.decode_step`; queries `[slots, H_q, T, D]`, keys, values `[slots, H_kv, T,
         D]`.
 
         now: int64 `[T]` or `[T, ·]`, the tokens' numbers of all steps, > 0. Launches kernels and asks nothing of the device.
         """
+        out = []
+        for t in range(queries.shape[2]):
+            q, k, v = (x[:, :, t : t + 1].contiguous() for x in (queries, keys, values))
+            out.append(self._step(q, k, v, now[t : t + 1], params, t))
+        return out[0] if len(out) == 1 else torch.cat(out, 2)
+
+    @abstractmethod
+    def _step(self, queries: Tensor, keys: Tensor, values: Tensor, now: Tensor, params: AttentionParams, before: int) -> Tensor:
+        """As `step` for one token, with `before` others before it in the step; all contiguous."""
 
     def search_early(self) -> None:  # noqa: B027 - optional: only a speculative trigger searches twice
         """Searches with the queries of the step before; work that `step` launches on another stream comes after it."""

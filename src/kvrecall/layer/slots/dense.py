@@ -38,12 +38,8 @@ class DenseSlots(SlotLayer):
     def fits(self, state: LayerState, room: int) -> bool:
         return state.index is None
 
-    def step(self, queries: Tensor, keys: Tensor, values: Tensor, now: Tensor, params: AttentionParams) -> Tensor:
-        made = []
-        for t in range(queries.shape[2]):
-            q, k, v = (x[:, :, t : t + 1].contiguous() for x in (queries, keys, values))
-            made.append(self._attention.launch(q, k, v, params))
-        return made[0] if len(made) == 1 else torch.cat(made, 2)
+    def _step(self, queries: Tensor, keys: Tensor, values: Tensor, now: Tensor, params: AttentionParams, before: int) -> Tensor:
+        return self._attention.launch(queries, keys, values, params)
 
     def settle(self, taken: int, fed: int) -> None:
         if taken < fed:  # later tokens are written to the same places

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -103,17 +102,14 @@ class SearchSlots(SlotLayer):
         """Sees the same zones as this step's search: only the end of a step changes them."""
         self.part.search_early(self.trigger.before, self.trigger.always, self.zones, self._scaling)
 
-    def step(self, queries: Tensor, keys: Tensor, values: Tensor, now: Tensor, params: AttentionParams) -> Tensor:
-        made = []
-        for t in range(queries.shape[2]):
-            q, k, v = (x[:, :, t : t + 1].contiguous() for x in (queries, keys, values))
-            inputs = self.step_inputs(q, k, v, now[t : t + 1], params, t)
-            self.trigger.launch(inputs.queries)
-            made.append(self.part.step(inputs))
-            if self._found:
-                for held, found in zip(self._found[t], (self.part.ids, self.part.counts), strict=True):
-                    held.copy_(found)
-        return made[0] if len(made) == 1 else torch.cat(made, 2)
+    def _step(self, queries: Tensor, keys: Tensor, values: Tensor, now: Tensor, params: AttentionParams, before: int) -> Tensor:
+        self.trigger.launch(queries)
+        out = self.part.step(self.step_inputs(queries, keys, values, now, params, before))
+        if self._found:
+            ids, counts = self._found[before]
+            ids.copy_(self.part.ids)
+            counts.copy_(self.part.counts)
+        return out
 
     def step_inputs(
         self, queries: Tensor, keys: Tensor, values: Tensor, now: Tensor, params: AttentionParams, before: int = 0
@@ -158,19 +154,13 @@ class SearchSlots(SlotLayer):
     def _catch_up(self, group: SlotAssignment, zones: PlannedZones) -> None:
         for b, (slot, own) in enumerate(zip(group.slots, zones.lengths(group.slots), strict=True)):
             if self.part.lacks(slot, own.retrieval):
-                with self._stored(group.state, b, own.retrieval):
+                pool = group.state.store.host[b]
+                before = pool.length
+                pool.extend(own.retrieval)  # with the tokens that captured steps stored
+                try:
                     self.part.catch_up(slot, own.retrieval)
-
-    @contextmanager
-    def _stored(self, state: LayerState, b: int, tokens: int) -> Iterator[None]:
-        """Within the context, the host rows of a sequence include the tokens that captured steps stored."""
-        pool = state.store.host[b]
-        before = pool.length
-        pool.extend(tokens)
-        try:
-            yield
-        finally:
-            pool.extend(before)  # the store is restored; it is updated when the sequence leaves
+                finally:
+                    pool.extend(before)  # the store is updated when the sequence leaves
 
     def begin_trial(self) -> None:
         for group in self.groups:
@@ -199,9 +189,7 @@ class SearchSlots(SlotLayer):
         for b, slot in enumerate(group.slots):
             zones, rows = state.store.zones(b), state.store.resident.view(b)
             front, window = self._fill(slot, state, b, zones), rows[:, zones.sink :]
-            static = state.static[b]
-            budget = state.top_k - (0 if static is None else static.ids.shape[1])
-            self.part.join(slot, index, b, zones, state.store.as_stored(window), budget, room)
+            self.part.join(slot, index, b, zones, state.store.as_stored(window), state.top_k - state.statics.tokens(b), room)
             self.zones.join(slot, zones, front)
             self.bad[slot].zero_()  # to assign a number is a copy that waits
             self._estimated[slot] = 0
@@ -311,7 +299,7 @@ def _check_several(state: LayerState, plan: ZonePlan | None, width: int) -> None
 
 def _static_tokens(state: LayerState) -> list[int]:
     """Tokens of each sequence's static set."""
-    return [0 if s is None else s.ids.shape[1] for s in state.static]
+    return [state.statics.tokens(b) for b in range(len(state.static))]
 
 
 def _room_for_static(state: LayerState) -> int:

@@ -9,7 +9,7 @@ instead of rounding. The result is as close to the exact product as an fp32 matr
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -362,33 +362,54 @@ class Centring(NamedTuple):
         return Centring(maps.means, maps.means.stride(0), *maps.cos_sin(tokens), maps.pair_stride)
 
 
-def encode(
-    keys: Tensor, maps: Maps, number: int, into: Codes, blocks: Tensor, zero_norms: Tensor | None = None
-) -> None:  # fmt: skip
+class Coding(NamedTuple):
+    """Arguments of the kernels that encode keys: the maps with their centres and levels, the codes that they write, strides of
+    the maps of heads, of the two means and of blocks in bytes, and largest, least weight and least alpha. options: of the
+    kernels that encode many keys."""
+
+    maps: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+    parts: tuple[Tensor, Tensor, Tensor, Tensor]
+    strides: tuple[int, int, int]
+    limits: tuple[float, float, float]
+    options: dict[str, Any]
+
+    @staticmethod
+    def of(maps: Maps, centring: Centring, into: Codes) -> Coding:
+        """into: the codes of all blocks, views `[blocks, H_kv, block_size, ·]` (`CodePages`)."""
+        dim, device, centred = maps.rotation.shape[-1], into.signs.device, maps.means is not None
+        least, most = weight_range(into.weights.dtype, centred)
+        padded = next_power_of_2(dim)
+        options = {
+            "BLOCK": into.signs.shape[2], "D": dim, "BD": padded, "S": dim // BLOCK, "BS": padded // BLOCK,
+            "T": _NUMBERS // padded, "BK": _SUMMED, "SPAN": SPAN, "CENTRED": centred, "NORMS": into.norms is not None,
+            "num_warps": _WARPS, "num_stages": 2,
+        }  # fmt: skip
+        return Coding(
+            (maps.keys, centring.means, centring.cos, centring.sin, magnitude_levels(device), magnitude_thresholds(device)),
+            (into.signs, into.magnitudes, into.weights, into.signs if into.norms is None else into.norms),
+            (maps.stride, centring.between, into.signs.stride(0)), (most, least, MIN_ALPHA), options,
+        )  # fmt: skip
+
+
+def encode(keys: Tensor, maps: Maps, number: int, into: Codes, blocks: Tensor, zero_norms: Tensor | None = None) -> None:
     """As `codes.encode`, for keys `[H_kv, n, D]` on a GPU, with any strides; the first is token `number`.
 
-    into: the codes of all blocks, views `[blocks, H_kv, block_size, ·]` (`CodePages`). blocks: int32 `[W]` on the GPU, the
-    sequence's blocks. zero_norms: int32 `[H_kv]`, set to 1 for heads with a key whose weights are all 0.
+    into: as in `Coding.of`. blocks: int32 `[W]` on the GPU, the sequence's blocks. zero_norms: int32 `[H_kv]`, set to 1 for
+    heads with a key whose weights are all 0.
     """
-    heads, tokens, dim = keys.shape
+    heads, tokens, _ = keys.shape
     if not tokens:
         return
-    blocks_of_key, padded = dim // BLOCK, next_power_of_2(dim)
     apart = into.signs.stride(0)
     assert all(x.stride(0) * x.itemsize == apart and x.stride(1) == x.shape[2] * x.shape[3] for x in into.parts)
     if keys.stride(2) != 1:
         keys = keys.contiguous()
-    centring, centred = Centring.of(maps, number + tokens), maps.means is not None
-    least, most = weight_range(into.weights.dtype, centred)
-    per_program = _NUMBERS // padded
-    ahead = number % per_program  # tokens of the first program before `number`
-    launch(encode_kernel, (cdiv(ahead + tokens, per_program), heads))(
-        keys, maps.keys, centring.means, centring.cos, centring.sin, magnitude_levels(keys.device),
-        magnitude_thresholds(keys.device), into.signs, into.magnitudes, into.weights,
-        into.signs if into.norms is None else into.norms, blocks, into.signs if zero_norms is None else zero_norms, number,
-        tokens, keys.stride(0), keys.stride(1), maps.stride, centring.between, blocks.shape[0], apart, most, least, MIN_ALPHA,
-        BLOCK=into.signs.shape[2], D=dim, BD=padded, S=blocks_of_key, BS=padded // BLOCK, T=per_program, BK=_SUMMED, SPAN=SPAN,
-        CENTRED=centred, NORMS=into.norms is not None, ZEROS=zero_norms is not None, num_warps=_WARPS, num_stages=2,
+    coding = Coding.of(maps, Centring.of(maps, number + tokens), into)
+    ahead = number % coding.options["T"]  # tokens of the first program before `number`
+    launch(encode_kernel, (cdiv(ahead + tokens, coding.options["T"]), heads))(
+        keys, *coding.maps, *coding.parts, blocks, into.signs if zero_norms is None else zero_norms, number, tokens,
+        keys.stride(0), keys.stride(1), *coding.strides[:2], blocks.shape[0], apart, *coding.limits,
+        ZEROS=zero_norms is not None, **coding.options,
     )  # fmt: skip
 
 
@@ -420,21 +441,13 @@ class PlacedKeys(NamedTuple):
     lengths: Tensor
 
 
-def encode_placed(given: PlacedKeys, maps: Maps, centring: Centring, into: Codes, zero_norms: Tensor) -> None:
+def encode_placed(placed: PlacedKeys, maps: Maps, centring: Centring, into: Codes, zero_norms: Tensor) -> None:
     """As `encode`, for tokens anywhere; centring: for the longest sequence."""
-    keys, count, paged = given.keys, len(given.slots), given.places is not None
-    dim = maps.rotation.shape[-1]
+    keys, count, paged, coding = placed.keys, len(placed.slots), placed.places is not None, Coding.of(maps, centring, into)
     assert keys.stride(-1) == 1
     pages, head, token = keys.stride()[:3] if paged else (0, keys.stride(1), keys.stride(0))
-    blocks_of_key, padded, centred = dim // BLOCK, next_power_of_2(dim), maps.means is not None
-    least, most = weight_range(into.weights.dtype, centred)
-    per_program = _NUMBERS // padded
-    launch(encode_placed_kernel, (cdiv(count, per_program), into.signs.shape[1]))(
-        keys, given.slots if given.places is None else given.places, given.slots, given.lengths, maps.keys, centring.means,
-        centring.cos, centring.sin, magnitude_levels(keys.device), magnitude_thresholds(keys.device), into.signs,
-        into.magnitudes, into.weights, into.signs if into.norms is None else into.norms, zero_norms, count, pages, head, token,
-        keys.shape[2] if paged else 1, given.lengths.stride(0), maps.stride, centring.between,
-        into.signs.stride(0), most, least, MIN_ALPHA,
-        BLOCK=into.signs.shape[2], D=dim, BD=padded, S=blocks_of_key, BS=padded // BLOCK, T=per_program, BK=_SUMMED, SPAN=SPAN,
-        CENTRED=centred, NORMS=into.norms is not None, PAGED=paged, num_warps=_WARPS, num_stages=2,
+    launch(encode_placed_kernel, (cdiv(count, coding.options["T"]), into.signs.shape[1]))(
+        keys, placed.slots if placed.places is None else placed.places, placed.slots, placed.lengths, *coding.maps,
+        *coding.parts, zero_norms, count, pages, head, token, keys.shape[2] if paged else 1, placed.lengths.stride(0),
+        *coding.strides, *coding.limits, PAGED=paged, **coding.options,
     )  # fmt: skip

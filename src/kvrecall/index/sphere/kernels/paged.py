@@ -12,10 +12,10 @@ from torch import Tensor
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import Pool, lasting_tensors
 from kvrecall.index.base import LayerShape, PagedKernels, PagedPrompts, PagedSizes
-from kvrecall.index.sphere.codes import BLOCK, MIN_ALPHA, magnitude_levels, magnitude_thresholds, weight_range
+from kvrecall.index.sphere.codes import BLOCK
 from kvrecall.index.sphere.cos_sin import SPAN
 from kvrecall.index.sphere.kernels.blocks import numbers_of
-from kvrecall.index.sphere.kernels.encode import Centring, PlacedKeys, encode_one, encode_placed, measure_one
+from kvrecall.index.sphere.kernels.encode import Centring, Coding, PlacedKeys, encode_one, encode_placed, measure_one
 from kvrecall.index.sphere.kernels.search import GpuSearch, Tables
 from kvrecall.index.sphere.maps import Maps
 
@@ -92,13 +92,13 @@ class CodeKernels(PagedKernels):
         self._centring = Centring.of(maps, sizes.longest)
         self.programs = cdiv(shape.head_dim, _ENCODED_ROWS) + index.norms
         with lasting_tensors():
-            self._levels, self._thresholds = magnitude_levels(shape.device), magnitude_thresholds(shape.device)
             self.zero_norms = torch.zeros(heads, dtype=torch.int32, device=shape.device)
             """int32 `[H_kv]`, not 0 after a key of zero norm."""
             self._counts = torch.zeros(1, dtype=torch.int32, device=shape.device)
 
     def bind(self, pages: Tensor, pool: Pool) -> None:
         self._codes = self._index.layout(self._shape, pool.rows.shape[2]).codes(pages)
+        self._coding = Coding.of(self._maps, self._centring, self._codes)
 
     def take_statistics(self, shape: LayerShape) -> None:
         self._maps.load(Maps.of(shape, self._index))
@@ -117,14 +117,11 @@ class CodeKernels(PagedKernels):
         encode_placed(keys, self._maps, self._centring, self._codes, self.zero_norms)
 
     def summary(self) -> tuple[Any, CodeArguments]:
-        codes, maps, centring, dim = self._codes, self._maps, self._centring, self._shape.head_dim
-        centred, norms, fixed = maps.means is not None, codes.norms, tl.constexpr
-        least, most = weight_range(codes.weights.dtype, centred)
+        coding, fixed = self._coding, tl.constexpr
         return summarise_code, CodeArguments(
-            maps.keys, centring.means, centring.cos, centring.sin, self._levels, self._thresholds, codes.signs,
-            codes.magnitudes, codes.weights, codes.signs if norms is None else norms, self.zero_norms, maps.stride,
-            centring.between, codes.signs.stride(0), most, least, MIN_ALPHA, fixed(dim // BLOCK), fixed(_ENCODED_ROWS),
-            fixed(SPAN), fixed(centred), fixed(norms is not None),
+            *coding.maps, *coding.parts, self.zero_norms, *coding.strides, *coding.limits,
+            fixed(self._shape.head_dim // BLOCK), fixed(_ENCODED_ROWS), fixed(SPAN), fixed(coding.options["CENTRED"]),
+            fixed(coding.options["NORMS"]),
         )  # fmt: skip
 
     def search(self, queries: Tensor, blocks: Tensor, plan: Tensor, fire: Tensor, scaling: float) -> None:

@@ -254,53 +254,50 @@ class GpuSearch:
         """Computes the scores of all tokens and their histogram. among: as in `launch`."""
         pairs = pairs or self.pairs
         tile, each, tiles = self._tiling(pairs, among or len(self.pairs))
-        codes, width, size = tables.codes, self._blocks, tables.block_size
+        codes, width, norms = tables.codes, self._blocks, tables.codes.norms is not None
         excluded = codes.signs if tables.excluded is None else tables.excluded
         written = plan, fire, self._scores, self._reach, self._total
-        sizes, places = (self._heads, pairs.start, len(pairs), self.tokens, tiles), tables.places
         grid, sequences = self._walk(tiles, pairs)
+        sizes, places = (self._heads, pairs.start, len(pairs), self.tokens, tiles), tables.places
+        options = {
+            "BLOCK": tables.block_size, "S": width, "LANES": self._lanes, "SUB": each, "FIELDS": self._stride,
+            "HAS_EXCLUDED": tables.excluded is not None, "BINS": self._bins, "SINKS": self._sinks, "SEQUENCES": sequences,
+            **self._options,
+        }  # fmt: skip
+        if self.stage1 == "collision":
+            read = 4 if width % 4 == 0 else 1
+            words = width // read
+            launch(collision_kernel, grid)(
+                codes.signs.view(torch.int32) if read == 4 else codes.signs, codes.weights, tables.blocks, self._zeros,
+                excluded, self._tables, *written, *sizes, *places,
+                READ=read, NW=words, BW=next_power_of_2(words), WORDS=self._words, T=tile, num_warps=4, **options,
+            )  # fmt: skip
+            return
+        inputs = (
+            codes.norms if norms else codes.signs, codes.weights, tables.blocks, self._zeros, excluded, self._rotated,
+            self._shifts, self._sums, *written, PRODUCT_RMS * self._dim**0.5, float(PRODUCT_RMS * self._dim), *sizes,
+            self._spans, *places,
+        )  # fmt: skip
+        offset, shift, top = self._scale
+        options |= {
+            "D": self._dim, "OFFSET": offset, "SHIFT": shift, "TOP": top, "NORMS": norms, "UNIT": UNIT, "PEAK": PRODUCT_PEAK,
+            "CENTRED": self._centred, "SPAN": SPAN, "BR": self._block, "BB": next_power_of_2(self._sums.shape[2]),
+            "MOST": MOST_SHIFT,
+        }  # fmt: skip
         if self._binary:
             read = gcd(width, 4)
             signs = codes.signs.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[read])
-            offset, shift, top = self._scale
             launch(binary_kernel, grid)(
-                signs, codes.signs if codes.norms is None else codes.norms, codes.weights, tables.blocks, self._zeros,
-                excluded, self._rotated, self._shifts, self._sums, *written, PRODUCT_RMS * self._dim**0.5,
-                float(PRODUCT_RMS * self._dim), *sizes, self._spans, *places,
-                BLOCK=size, D=self._dim, S=width, READ=read, STEPS=cdiv(self._dim, 128), LANES=self._lanes,
-                WARPS=_BINARY_WARPS, TILE=tile, SUB=each, HAS_EXCLUDED=tables.excluded is not None,
-                FIELDS=self._stride, BINS=self._bins, OFFSET=offset, SHIFT=shift, TOP=top, NORMS=codes.norms is not None,
-                UNIT=UNIT, PEAK=PRODUCT_PEAK, CENTRED=self._centred, SPAN=SPAN, BR=self._block,
-                BB=next_power_of_2(self._sums.shape[2]), MOST=MOST_SHIFT, SINKS=self._sinks, SEQUENCES=sequences,
-                num_warps=_BINARY_WARPS, **self._options,
+                signs, *inputs, READ=read, STEPS=cdiv(self._dim, 128), WARPS=_BINARY_WARPS, TILE=tile,
+                num_warps=_BINARY_WARPS, **options,
             )  # fmt: skip
             return
-        if self.stage1 == "product":
-            # With two warps Triton does not use Blackwell's matrix unit, whose tiles are too wide here.
-            warps = _DOT_WARPS if capability(self._total.device) < _BLACKWELL else 2
-            padded = max(8, next_power_of_2(width))
-            offset, shift, top = self._scale
-            launch(product_kernel, grid)(
-                codes.signs, codes.signs if codes.norms is None else codes.norms, codes.weights, tables.blocks,
-                self._zeros, excluded, self._rotated, self._shifts, self._sums, *written,
-                PRODUCT_RMS * self._dim**0.5, float(PRODUCT_RMS * self._dim), *sizes, self._spans, *places,
-                BLOCK=size, D=self._dim, S=width, BS=padded, LANES=self._lanes,
-                BL=next_power_of_2(max(self._lanes, padded // 4)), T=_DOT_TOKENS, STAGES=_DOT_STAGES,
-                SUB=each, TALLY=tile, HAS_EXCLUDED=tables.excluded is not None,
-                FIELDS=self._stride, BINS=self._bins, OFFSET=offset, SHIFT=shift, TOP=top,
-                NATIVE=not INTERPRETED, NORMS=codes.norms is not None, UNIT=UNIT, PEAK=PRODUCT_PEAK,
-                CENTRED=self._centred, SPAN=SPAN, BR=self._block, BB=next_power_of_2(self._sums.shape[2]),
-                MOST=MOST_SHIFT, SINKS=self._sinks, SEQUENCES=sequences, num_warps=warps, **self._options,
-            )  # fmt: skip
-            return
-        read = 4 if width % 4 == 0 else 1
-        words = width // read
-        launch(collision_kernel, grid)(
-            codes.signs.view(torch.int32) if read == 4 else codes.signs, codes.weights, tables.blocks, self._zeros,
-            excluded, self._tables, *written, *sizes, *places,
-            BLOCK=size, S=width, READ=read, NW=words, BW=next_power_of_2(words), WORDS=self._words, LANES=self._lanes,
-            T=tile, SUB=each, HAS_EXCLUDED=tables.excluded is not None, FIELDS=self._stride, BINS=self._bins,
-            SINKS=self._sinks, SEQUENCES=sequences, num_warps=4, **self._options,
+        # With two warps Triton does not use Blackwell's matrix unit, whose tiles are too wide here.
+        warps = _DOT_WARPS if capability(self._total.device) < _BLACKWELL else 2
+        padded = max(8, next_power_of_2(width))
+        launch(product_kernel, grid)(
+            codes.signs, *inputs, BS=padded, BL=next_power_of_2(max(self._lanes, padded // 4)), T=_DOT_TOKENS,
+            STAGES=_DOT_STAGES, TALLY=tile, NATIVE=not INTERPRETED, num_warps=warps, **options,
         )  # fmt: skip
 
     def compact(self, tables: Tables, plan: Tensor, fire: Tensor, pairs: range | None = None, among: int | None = None) -> None:
