@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -46,15 +47,13 @@ def ask(
 
 def split(arguments: list[str]) -> tuple[list[Path], list[str]]:
     """The files or session that come first, and the questions. Raises ParameterError for a question that is none."""
-    count = 1
-    while count < len(arguments) and _is_file(arguments[count]):
-        count += 1
-    questions = [non_empty(question, "question") for question in arguments[count:]]
+    sources = arguments[:1] + list(takewhile(_is_file, arguments[1:]))
+    questions = [non_empty(question, "question") for question in arguments[len(sources) :]]
     for question in questions:
         check_no_name("question", question, "Files come before the first question; a folder must be a session, alone.")
     if not questions:
         raise ParameterError("question", "one or several behind the files", "none", "Ask something.")
-    return [Path(argument) for argument in arguments[:count]], questions
+    return [Path(source) for source in sources], questions
 
 
 def _is_file(argument: str) -> bool:
@@ -81,8 +80,8 @@ class OrderedOutput:
     def __init__(self, questions: Sequence[str]) -> None:
         """With several questions, each is written above its answer."""
         self._questions, self._current = questions, 0
-        self._pieces: list[list[str]] = [[] for _ in questions]
-        self._finished = [False for _ in questions]
+        self._texts = [""] * len(questions)
+        self._ends: set[int] = set()
         self._head()
 
     def write(self, number: int, text: str) -> None:
@@ -90,17 +89,17 @@ class OrderedOutput:
         if number == self._current:
             to_stdout(printable(text))
         else:
-            self._pieces[number].append(text)
+            self._texts[number] += text
 
     def end(self, number: int, _: object) -> None:
         """Ends the answer to question `number`."""
-        self._finished[number] = True
-        while self._current < len(self._finished) and self._finished[self._current]:
+        self._ends.add(number)
+        while self._current in self._ends:
             to_stdout("\n")
             self._current += 1
-            if self._current < len(self._finished):
+            if self._current < len(self._questions):
                 self._head()
-                to_stdout(printable("".join(self._pieces[self._current])))
+                to_stdout(printable(self._texts[self._current]))
 
     def _head(self) -> None:
         if len(self._questions) > 1:

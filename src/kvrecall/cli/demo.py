@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
+from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -66,13 +67,7 @@ def demo(
 
     console = results()
     console.print(f"{runtime.name} read {len(prompt.prefix):,} tokens in {seconds(read_seconds)}, once for all questions.\n")
-    # A fork keeps its zones, so both methods must agree about them.
-    zones = {
-        "sink_tokens": retrieval.sink_tokens,
-        "local_tokens": retrieval.local_tokens,
-        "update_interval": retrieval.update_interval,
-    }
-    full = Full(**zones)
+    full = Full(**asdict(retrieval.zone_sizes()))  # a fork keeps its zones, so both methods must agree about them
     rows: list[dict[str, Any]] = []
     for question, ids in zip(questions, prompts, strict=True):
         console.print(Text(question.question, style="bold"))
@@ -88,7 +83,11 @@ def demo(
         rows.append(row)
         console.print(_side_by_side(question, retrieval.name, row))
         console.print()
-    _conclude(console, retrieval.name, rows)
+    right = {key: sum(row[key]["right"] for row in rows) for key in ("retrieval", "full_attention")}
+    counts = f"{retrieval.name} {right['retrieval']}, full attention {right['full_attention']}"
+    console.print(f"Right answers of {len(rows)}: {counts}.\n")
+    console.print(Text(f"The last answer by {retrieval.name}:", style="bold"))
+    console.print(stats_table(rows[-1]["retrieval"]))
     again = _again(runtime, cache, questions[0], max_new_tokens)
     _show_again(console, again, read_seconds)
     return {
@@ -145,13 +144,6 @@ def _show_again(console: Console, again: dict[str, Any], read_seconds: float) ->
     console.print("Your own: kvrecall read report.txt --out report.session; kvrecall ask report.session QUESTION")
 
 
-def _conclude(console: Console, method: str, rows: list[dict[str, Any]]) -> None:
-    right = {key: sum(row[key]["right"] for row in rows) for key in ("retrieval", "full_attention")}
-    console.print(f"Right answers of {len(rows)}: {method} {right['retrieval']}, full attention {right['full_attention']}.\n")
-    console.print(Text(f"The last answer by {method}:", style="bold"))
-    console.print(stats_table(rows[-1]["retrieval"]))
-
-
 @dataclass(frozen=True)
 class Question:
     """answer: words that a right answer contains. depth: its place in the document, 0 at the start and 1 at the end."""
@@ -193,10 +185,10 @@ def excerpt(document: str, questions: list[Question], count: Callable[[str], int
 def _paragraph_of(question: Question, paragraphs: list[str]) -> int:
     """The paragraph that contains the answer; of several, the one nearest to its depth."""
     place = question.depth * sum(len(p) + 2 for p in paragraphs)
-    best, best_distance, start = 0, float("inf"), 0
-    for number, paragraph in enumerate(paragraphs):
-        distance = max(start - place, place - start - len(paragraph), 0)
-        if question.answer in paragraph and distance < best_distance:
-            best, best_distance = number, distance
-        start += len(paragraph) + 2
-    return best
+    starts = accumulate((len(p) + 2 for p in paragraphs), initial=0)
+    distances = {
+        number: max(start - place, place - start - len(paragraph), 0)
+        for number, (start, paragraph) in enumerate(zip(starts, paragraphs, strict=False))
+        if question.answer in paragraph
+    }
+    return min(distances, key=lambda number: distances[number], default=0)

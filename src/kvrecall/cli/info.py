@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from contextlib import suppress
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -85,10 +86,9 @@ def _versions() -> dict[str, str | None]:
 
     versions: dict[str, str | None] = {"kvrecall": kvrecall.__version__, "python": platform.python_version()}
     for package in PACKAGES:
-        try:
+        versions[package] = None
+        with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = None
     return versions
 
 
@@ -98,17 +98,17 @@ def _devices() -> list[dict[str, Any]]:
     from kvrecall.cache.host_memory import available_host_bytes
 
     cpu_name = torch.cpu.get_capabilities().get("cpu_name") if hasattr(torch.cpu, "get_capabilities") else None
-    cpu = {"device": "cpu", "name": cpu_name or platform.processor() or platform.machine(), "cores": os.cpu_count()}
-    devices: list[dict[str, Any]] = [
-        {**cpu, "threads": torch.get_num_threads(), "waiting": waiting(), "available_bytes": available_host_bytes()}
-    ]
-    devices[0]["numba"] = _numba_loops()
-    if torch.cuda.is_available():
-        for number in range(torch.cuda.device_count()):
-            free, total = torch.cuda.mem_get_info(number)
-            name = torch.cuda.get_device_name(number)
-            device = {"device": f"cuda:{number}", "name": name, "available_bytes": free, "total_bytes": total}
-            devices.append({**device, "kernels": _kernels(torch.device("cuda", number))})
+    devices: list[dict[str, Any]] = [{
+        "device": "cpu", "name": cpu_name or platform.processor() or platform.machine(), "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(), "waiting": waiting(), "available_bytes": available_host_bytes(),
+        "numba": _numba_loops(),
+    }]  # fmt: skip
+    for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        free, total = torch.cuda.mem_get_info(number)
+        devices.append({
+            "device": f"cuda:{number}", "name": torch.cuda.get_device_name(number), "available_bytes": free,
+            "total_bytes": total, "kernels": _kernels(torch.device("cuda", number)),
+        })  # fmt: skip
     return devices
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -56,14 +57,10 @@ def open_streams() -> None:
 
 def discard_stdout() -> None:
     """Drops unwritten output, because Python would write it at exit and print a traceback."""
-    try:
+    with suppress(OSError, ValueError):
         sys.stdout.flush()
         return
-    except (OSError, ValueError):
-        pass
-    try:
+    with suppress(OSError, ValueError):  # a stream without a file, as in tests
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
         os.close(null)
-    except (OSError, ValueError):  # a stream without a file, as in tests
-        pass

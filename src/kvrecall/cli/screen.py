@@ -234,12 +234,6 @@ class ProgressLog:
         notes().print(f"{line()}, {timedelta(seconds=round(now - self.start))}", soft_wrap=True)
 
 
-def _moved(total: dict[str, Any]) -> str:
-    if not total["bytes_to_device"] + total["bytes_to_host"]:
-        return "nothing: the CPU computes where the rows lie"
-    return f"to device {size(total['bytes_to_device'])}, to host {size(total['bytes_to_host'])}"
-
-
 def stats_table(summary: dict[str, Any]) -> PlainTable:
     """The table under an answer, from its JSON result (see `generate.summary` and `ask.answer_row`)."""
     total = summary["stats"]["total"]
@@ -260,7 +254,10 @@ def stats_table(summary: dict[str, Any]) -> PlainTable:
     table.add_row("held", f"device {size(total['device_bytes'])}, host {size(total['host_bytes'])}")
     reused = f" ({size(total['bytes_saved'])} re-used)" if total["bytes_saved"] else ""
     table.add_row("rows fetched", size(total["bytes_fetched"]) + reused)
-    table.add_row("moved", _moved(total))
+    moved = "nothing: the CPU computes where the rows lie"
+    if total["bytes_to_device"] + total["bytes_to_host"]:
+        moved = f"to device {size(total['bytes_to_device'])}, to host {size(total['bytes_to_host'])}"
+    table.add_row("moved", moved)
     table.add_row("searches, reused rows", f"{total['searches']:,}, {total['reused_rows']:,}")
     if stages:
         table.add_pieces("time per stage", (f"{name} {seconds(value)}" for name, value in stages.items()))

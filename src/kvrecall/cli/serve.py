@@ -69,7 +69,11 @@ def serve(
             if value is not None:
                 raise ParameterError(name, "none with --engine vllm", value, remedy)
         flags = {"host": host, "port": port, "max-model-len": tokens, "dtype": dtype}
-        return _vllm(model, _vllm_settings(method, settings), flags, arguments, dry_run)
+
+        from kvrecall.step.settings import DEFAULT, spelled
+
+        chosen = {**spelled(method or DEFAULT), **options.settings_of(settings)}
+        return _vllm(model, chosen, flags, arguments, dry_run)
     if arguments:
         raise ParameterError("options behind `--`", "none with --engine transformers", " ".join(arguments), "They are vLLM's.")
     folders = dict(_session(text, model) for text in session or [])
@@ -115,13 +119,6 @@ def _session(text: str, model: str) -> tuple[str, Path]:
             "--session", "NAME=FOLDER, with another name than the model's", text, "Give a saved session's folder."
         )
     return name, Path(folder)
-
-
-def _vllm_settings(method: str | None, settings: list[str] | None) -> Result:
-    """The method and its settings for the vLLM backend; its default if no method is given."""
-    from kvrecall.step.settings import DEFAULT, spelled
-
-    return {**spelled(method or DEFAULT), **options.settings_of(settings)}
 
 
 def _engine(choice: Engine | None) -> Engine:

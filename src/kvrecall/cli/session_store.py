@@ -114,13 +114,13 @@ class SessionStore:
                 save(place)
                 nbytes = disk_bytes(place)
                 with self._locked() as folder:
-                    fits = nbytes <= self.limit_bytes
-                    removed = self._make_room(folder, nbytes, but=name) if fits else 0
-                    target = self.folder / name
-                    if fits and os.path.lexists(target) and (replace or not is_folder(target)):
-                        self._retire(name)
-                    if fits and not os.path.lexists(target):
-                        place.rename(target)
+                    target, removed = self.folder / name, 0
+                    if fits := nbytes <= self.limit_bytes:
+                        removed = self._make_room(folder, nbytes, but=name)
+                        if os.path.lexists(target) and (replace or not is_folder(target)):
+                            self._retire(name)
+                        if not os.path.lexists(target):
+                            place.rename(target)
                     total = sum(map(disk_bytes, self._sessions()))
             finally:
                 shutil.rmtree(place, ignore_errors=True)

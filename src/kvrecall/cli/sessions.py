@@ -91,18 +91,11 @@ def _show(result: Result) -> None:
         if row["state"] == "damaged":
             table.add_row(name, "damaged", "–", size(row["bytes"]), "–", "–", used)
             continue
+        # The file that was read, without its folder, or else how its text begins.
+        document = ", ".join(Path(file).name for file in row["files"]) or (row["first_words"] or "–")[:30]
         method = method_text(row["method"], row["settings"])
-        table.add_row(
-            name, _document(row), f"{row['tokens']:,}", size(row["bytes"]), row["model"] or row["model_type"], method, used
-        )
+        table.add_row(name, document, f"{row['tokens']:,}", size(row["bytes"]), row["model"] or row["model_type"], method, used)
     console = results()
     console.print(table)
     total = f"{size(result['total_bytes'])} of {size(result['limit_bytes'])}"
     console.print(Text(f"\n{len(result['sessions'])} in {folder}: {total}"), soft_wrap=True)
-
-
-def _document(row: dict[str, Any]) -> str:
-    """The file that was read, without its folder, or else how its text begins."""
-    if row["files"]:
-        return ", ".join(Path(file).name for file in row["files"])
-    return (row["first_words"] or "–")[:30]

@@ -14,19 +14,10 @@ from kvrecall.cli.session import ModelOptions
 from kvrecall.cli.verb import Result, verb
 from kvrecall.core.errors import ContextLengthError, ParameterError
 
-_COLUMNS = {
-    "coarse_recall": "coarse recall",
-    "recall": "recall",
-    "mass": "mass",
-    "exact_mass": "exact mass",
-    "zone_mass_ratio": "zone mass ÷ exact",
-    "output_error": "output error",
-    "attended_tokens": "attended",
-    "fetched_tokens": "fetched",
-    "searches": "searches",
-    "bytes_moved": "bytes moved",
-    "reused": "re-used",
-}
+_HEADINGS = {
+    "zone_mass_ratio": "zone mass ÷ exact", "attended_tokens": "attended", "fetched_tokens": "fetched", "reused": "re-used",
+}  # fmt: skip
+"""Of a table's columns; those of other measures are their names."""
 
 
 @verb
@@ -122,8 +113,9 @@ def recall(
 
 def _show(reports: list[dict[str, Any]], markdown: bool) -> None:
     place = "layer" if "first_step" not in reports[0] else "first_step"
-    headings = [place.replace("_", " "), *_COLUMNS.values()]
-    rows = [["mean" if r[place] is None else str(r[place]), *(_cell(name, r[name]) for name in _COLUMNS)] for r in reports]
+    names = [name for name in reports[0] if name not in ("layer", "first_step")]
+    headings = [_HEADINGS.get(name, name.replace("_", " ")) for name in (place, *names)]
+    rows = [["mean" if r[place] is None else str(r[place]), *(_cell(name, r[name]) for name in names)] for r in reports]
     if markdown:
         lines = [f"| {' | '.join(cells)} |" for cells in (headings, *rows)]
         lines.insert(1, "|---" * len(headings) + "|")

@@ -80,8 +80,8 @@ class _Judge:
             self._process = None
             if not in_time:
                 process.kill()
-            ended = process.wait()
-        if ended == _NO_MODULE:  # every answer would count as wrong
+            code = process.wait()
+        if code == _NO_MODULE:  # every answer would count as wrong
             raise MissingPackageError("math-verify", "eval", expected="a release that can be imported", got="an error")
         return None
 
@@ -115,8 +115,8 @@ def _reply(request: dict[str, str]) -> Any:
     if "find" in request:
         # Bold would be a part of the answer, and the minus sign of typography none.
         text = request["find"].replace("**", " ").replace("−", "-")
-        found = parse(text, [latex, ExprExtractionConfig()], parsing_timeout=None)  # pyright: ignore[reportArgumentType]
-        return found[-1] if found else None
+        answers = parse(text, [latex, ExprExtractionConfig()], parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+        return answers[-1] if answers else None
     boxes = (rf"\boxed{{{_GROUPED.sub('', request[name])}}}" for name in ("expected", "given"))
     expected, given = (parse(box, [latex], parsing_timeout=None) for box in boxes)  # pyright: ignore[reportArgumentType]
     return verify(expected, given, timeout_seconds=None)

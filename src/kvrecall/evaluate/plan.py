@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from typing import Any
 
 from kvrecall import methods
@@ -218,12 +218,11 @@ def share(batches: Iterable[Batch], shard: Shard) -> list[Batch]:
     """
     order = list(batches)
     if shard.count > 1:
-        places = {task: place for place, task in enumerate(dict.fromkeys(batch.samples[0].task for batch in order))}
-        turns: Counter[str] = Counter()
-        ranked: list[tuple[int, int, Batch]] = []
+        by_task: dict[str, list[Batch]] = {}
         for batch in order:
-            task = batch.samples[0].task
-            ranked.append((turns[task], (places[task] - turns[task]) % len(places), batch))
-            turns[task] += 1
-        order = [batch for _, _, batch in sorted(ranked, key=lambda entry: entry[:2])]
+            by_task.setdefault(batch.samples[0].task, []).append(batch)
+        order = []
+        for number, row in enumerate(zip_longest(*by_task.values())):
+            start = number % len(row)
+            order += filter(None, (*row[start:], *row[:start]))
     return [batch for place, batch in enumerate(order) if shard.has(place)]

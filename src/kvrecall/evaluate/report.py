@@ -140,21 +140,24 @@ def heat(records: list[Record], task: str, condition: str) -> str:
 
 def along_steps(lines: dict[str, list[dict[str, Any]]], name: str) -> str:
     """One measure of a long generation (recall, agreement or kl) over its windows, a line per condition."""
-    _, axes = _figure()
-    for label, line in lines.items():
-        points = [(w["first_step"], w[name]) for w in line if w[name] is not None]
-        if points:
-            axes.plot(*zip(*points, strict=True), marker=".", linewidth=1.2, label=label)
-    return _labelled(axes, "generated tokens (first of the window)", _WINDOW_AXES[name])
+    points = {label: [(w["first_step"], w[name]) for w in line if w[name] is not None] for label, line in lines.items()}
+    return _labelled(_lines(points), "generated tokens (first of the window)", _WINDOW_AXES[name])
 
 
 def by_layer(lines: dict[str, dict[int, float]]) -> str:
     """Recall of each layer, a line per condition."""
-    _, axes = _figure()
-    for label, layers in lines.items():
-        axes.plot(list(layers), list(layers.values()), marker=".", linewidth=1.2, label=label)
+    axes = _lines({label: list(layers.items()) for label, layers in lines.items()})
     axes.set_ylim(-0.03, 1.03)
     return _labelled(axes, "layer", "recall@100")
+
+
+def _lines(lines: dict[str, list[tuple[int, float]]]) -> Any:
+    """Axes with a line through the points of each label; a label without points has none."""
+    _, axes = _figure()
+    for label, points in lines.items():
+        if points:
+            axes.plot(*zip(*points, strict=True), marker=".", linewidth=1.2, label=label)
+    return axes
 
 
 def latency(rows: list[Row]) -> str:

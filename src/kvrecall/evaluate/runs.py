@@ -15,9 +15,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from kvrecall.core.errors import FolderInUseError, InputFileError, OutputFileError, ParameterError
+from kvrecall.core.errors import FolderInUseError, InputFileError, ParameterError
 from kvrecall.core.texts import whole
-from kvrecall.core.whole_files import first_mistake, parse_json, unwritable, write_text, written_to
+from kvrecall.core.whole_files import first_mistake, parse_json, write_text, written_to
 
 CONFIG, SAMPLES = "config.json", "samples.jsonl"
 _KEY = ("task", "context", "sample", "attempt", "condition")
@@ -216,15 +216,12 @@ class RunFolder:
         """Raises FolderInUseError with the share that is in use."""
         from filelock import Timeout
 
-        try:
-            yield
-        except Timeout as error:
-            name = Path(error.lock_file).name.removeprefix(".lock")
-            raise FolderInUseError(self.path, f"a run{name.replace('-', ' ')}") from None
-        except OutputFileError:
-            raise
-        except OSError as error:
-            raise unwritable(self.path, error) from error
+        with written_to(self.path):
+            try:
+                yield
+            except Timeout as error:
+                name = Path(error.lock_file).name.removeprefix(".lock")
+                raise FolderInUseError(self.path, f"a run{name.replace('-', ' ')}") from None
 
     def _grow(self, config: dict[str, Any]) -> None:
         """Replaces the folder's configuration by an extended one, unless another process writes the run."""

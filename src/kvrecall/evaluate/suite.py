@@ -7,8 +7,9 @@ import random
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -188,28 +189,30 @@ class Suite:
         self, samples: tuple[Sample, ...], missing: list[Condition], on_error: OnError | None = None
     ) -> Iterator[Record]:
         """Records of samples that are answered together, under the conditions. on_error: see `pieces`."""
-        steps = self._steps(samples, missing)
-        label = "the prompt"
-        while True:
+        sample = samples[0]
+
+        @contextmanager
+        def reported(label: str) -> Iterator[None]:
             try:
-                label, step = next(steps, ("", None))
-                if step is None:
-                    return
-                yield from step()
+                yield
             except Exception as error:
                 if on_error is None:
                     raise
-                on_error(f"{samples[0].task} at {samples[0].context}, sample {samples[0].number}, {label}", error)
+                on_error(f"{sample.task} at {sample.context}, sample {sample.number}, {label}", error)
 
-    def _steps(self, samples: tuple[Sample, ...], missing: list[Condition]) -> Iterator[tuple[str, Callable[[], list[Record]]]]:
-        """(label, function that returns the records) for each condition; shared work is done before the first."""
-        sample = samples[0]
         if is_drift(sample.task):
-            yield "all conditions", partial(self._drift, sample, missing)
+            with reported("all conditions"):
+                yield from self._drift(sample, missing)
             return
-        problems = self.problems.get(sample.task)
-        answer = self._ask(samples, missing) if problems is None else self._solve(sample, problems[sample.number])
-        yield from ((condition.label, partial(answer, condition)) for condition in missing)
+        answer = None
+        with reported("the prompt"):  # shared work, before the first condition
+            problems = self.problems.get(sample.task)
+            answer = self._ask(samples, missing) if problems is None else self._solve(sample, problems[sample.number])
+        if answer is None:
+            return
+        for condition in missing:
+            with reported(condition.label):
+                yield from answer(condition)
 
     def _draw(self, sample: Sample) -> random.Random:
         return random.Random(f"{self.plan.seed}/{sample.task}/{sample.context}/{sample.number}")
@@ -341,7 +344,7 @@ class Suite:
         sizes = {"steps": plan.steps, "window": plan.window}
         measured = drift.measure(self.asker, prompt, missing, **sizes, forced=forced, stop=self.stop)
         drifts = [(condition, measured[condition.label]) for condition in missing]
-        return [sample.record(condition) | own.to_dict() for condition, own in drifts if own.windows]
+        return [sample.record(condition) | result.to_dict() for condition, result in drifts if result.windows]
 
 
 def _scored(task: Task, turns: tuple[Turn, ...], answers: Conversation) -> Record:

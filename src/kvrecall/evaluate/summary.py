@@ -96,7 +96,7 @@ def _row(members: list[Record], full: dict[tuple[Any, ...], Record]) -> Row:
     return Row(
         first["task"], first.get("context"), first["condition"], first.get("method") or first["condition"], first.get("budget"),
         len(attempts),
-        *mean, fmean([own - other for own, other in both]) if both else None,
+        *mean, fmean([score - whole for score, whole in both]) if both else None,
         _mean_of(members, "attended_tokens"), _mean_of(members, "estimated_units"),
         1e3 * seconds / steps if steps > 0 else None, passes, _whole(members, full),
     )  # fmt: skip

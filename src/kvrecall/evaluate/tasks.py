@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -97,18 +98,12 @@ _NOISE = "...."
 
 def niah(spec: str, _: int) -> Task:
     """One needle at a given depth."""
-
-    def make(room: Room, draw: random.Random, depth: float) -> Document:
-        (name,), (value,) = names(draw, 1), numbers(draw, 1)
-        document = haystack(draw, room.count, room.document_tokens, [(depth, _needle(name, value))])
-        return document, (_question([name], [value]),)
-
-    return Task(spec, make, string_match_all, 32, _INSTRUCTION, depths=True)
+    return _needles(spec, 1, 32, _first, depths=True)
 
 
 def multikey(spec: str, keys: int) -> Task:
     """`keys` needles in all, and a question about the first."""
-    return _needles(spec, keys, 32, lambda names, values: (_question(names[:1], values[:1]),))
+    return _needles(spec, keys, 32, _first)
 
 
 def multivalue(spec: str, count: int) -> Task:
@@ -133,21 +128,27 @@ def multi_turn(spec: str, turns: int) -> Task:
 
 def _needles(
     spec: str, count: int, answer_tokens: int, questions: Callable[[list[str], list[str]], tuple[Turn, ...]], *,
-    one_name: bool = False, **options: Any,
+    one_name: bool = False, depths: bool = False, **options: Any,
 ) -> Task:  # fmt: skip
-    """`count` needles at random depths. questions: of names and numbers. one_name: all numbers have the same name."""
+    """`count` needles at random depths. questions: of names and numbers. one_name: all numbers have the same name. depths: all
+    needles are at the sample's depth."""
 
-    def make(room: Room, draw: random.Random, _: float) -> Document:
+    def make(room: Room, draw: random.Random, depth: float) -> Document:
         subjects, values = names(draw, 1 if one_name else count), numbers(draw, count)
         subjects = subjects * count if one_name else subjects
-        passages = [(draw.random(), _needle(name, value)) for name, value in zip(subjects, values, strict=True)]
+        needles = [_needle(name, value) for name, value in zip(subjects, values, strict=True)]
+        passages = [(depth if depths else draw.random(), needle) for needle in needles]
         return haystack(draw, room.count, room.document_tokens, passages), questions(subjects, values)
 
-    return Task(spec, make, string_match_all, answer_tokens, _INSTRUCTION, **options)
+    return Task(spec, make, string_match_all, answer_tokens, _INSTRUCTION, depths=depths, **options)
 
 
 def _needle(name: str, value: str) -> str:
     return f"One of the special magic numbers for {name} is: {value}."
+
+
+def _first(names: list[str], values: list[str]) -> tuple[Turn, ...]:
+    return (_question(names[:1], values[:1]),)
 
 
 def _question(names: list[str], values: list[str]) -> Turn:
@@ -263,14 +264,7 @@ def _without_tie(words: list[str], count: int) -> list[str]:
 
 def _largest(tokens: Callable[[int], int], room: int, limit: int) -> int:
     """The largest n in [0, limit] whose text still fits, by bisection over a count that grows with n."""
-    low, high = 0, limit
-    while low < high:
-        middle = (low + high + 1) // 2
-        if tokens(middle) <= room:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return limit - bisect_left(range(limit, 0, -1), True, key=lambda n: tokens(n) <= room)
 
 
 def json_kv(spec: str, digits: int) -> Task:

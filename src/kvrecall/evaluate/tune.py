@@ -101,12 +101,11 @@ def watch_answers(
     recorder = _QueryRecorder(asker.model, asker.tokenizer, asker.chunk_tokens)  # uncaptured, to see queries
     suite = Suite(plan, recorder, [Condition(FULL, Full(), None)])
     samples = list(suite.samples())
+    report = on_progress or (lambda *_: None)
     for done, sample in enumerate(samples):
-        if on_progress:
-            on_progress(done, len(samples))
+        report(done, len(samples))
         list(suite.answer((sample,), suite.conditions))
-    if on_progress:
-        on_progress(len(samples), len(samples))
+    report(len(samples), len(samples))
     return {number: [torch.stack(steps) for steps in parts if steps] for number, parts in recorder.queries.items()}
 
 
@@ -239,11 +238,15 @@ def tune(
     check(method, mass, floor, stride)
     floor = 0.8 * mass if floor is None else floor
     if stride is not None:
-        method = _with_thresholds(trace, method, stride)
+        trigger = method.trigger_config()
+        assert isinstance(trigger, SemanticBoundary)  # see check
+        queries = {n: torch.cat([x.prompt_queries.transpose(0, 1), x.queries]) for n, x in trace.layers.items()}
+        calibration = calibrate(queries, stride, trigger, dense_layers=method.dense_layers, per_layer=True)
+        method = replace(method, threshold=calibration.threshold)  # type: ignore[call-arg]
+    report = on_progress or (lambda *_: None)
     options: dict[int, list[Option]] = {}
     for done, number in enumerate(trace.info.layers):
-        if on_progress:
-            on_progress(done, len(trace.info.layers))
+        report(done, len(trace.info.layers))
         options[number] = list(_options(trace, number, method))
     options = {n: [o for o in layer if o.mass >= floor] for n, layer in options.items()}
     choice = choose(options, mass)
@@ -253,8 +256,7 @@ def tune(
     layers = {n: dict(o.settings) for n, o in choice.items() if o.settings is not None}
     tuned = replace(method, dense_layers=dense, per_layer={**dict(method.per_layer), **layers})
     reports = replay(trace, tuned)
-    if on_progress:
-        on_progress(len(options), len(options))
+    report(len(options), len(options))
     choices = [
         LayerChoice(n, layers.get(n), round(r.mass, 4), o.step_bytes, _needs(trace, n, tuned, mass))
         for (n, o), r in zip(choice.items(), reports, strict=False)
@@ -329,14 +331,6 @@ def _candidates(method: Method, zone: int) -> int:
     if not isinstance(config, SphereConfig) or method.top_k is None:
         return 0
     return stage_sizes(config.steps, zone, method.top_k, config.min_candidates_per_k).candidates
-
-
-def _with_thresholds(trace: Trace, method: Method, stride: float) -> Method:
-    trigger = method.trigger_config()
-    assert isinstance(trigger, SemanticBoundary)  # see check
-    queries = {n: torch.cat([x.prompt_queries.transpose(0, 1), x.queries]) for n, x in trace.layers.items()}
-    calibration = calibrate(queries, stride, trigger, dense_layers=method.dense_layers, per_layer=True)
-    return replace(method, threshold=calibration.threshold)  # type: ignore[call-arg]
 
 
 def _uniform(options: dict[int, list[Option]], mass: float) -> tuple[dict[str, Any] | None, float | None]:

@@ -84,20 +84,20 @@ def _load_folder(spec: str, folder: Path, dtype: torch.dtype) -> tuple[Any, Any]
 
 def _load_gguf(spec: str, path: Path, dtype: torch.dtype, on_notice: Notice | None) -> tuple[Any, Any]:
     keep = os.environ.get("KVRECALL_UNPACK", "1").lower() not in {"0", "no", "off", "false"}
-    known = KNOWN.get(spec)
+    entry = KNOWN.get(spec)
     with _reading(spec, "could not be read as GGUF", "Fetch the file again."):
-        if not known:  # an unsound file may claim to be a terabyte long, which would be hashed
+        if not entry:  # an unsound file may claim to be a terabyte long, which would be hashed
             _require_gguf_packages(spec)
             read_header(path)
-        copy = unpacked.folder_of(path, known.sha256 if known else sha256_of(path), dtype)
+        copy = unpacked.folder_of(path, entry.sha256 if entry else sha256_of(path), dtype)
         if keep and unpacked.is_complete(copy):
             # It may still not load, in an older transformers or because another process removes it just now.
             with contextlib.suppress(ModelFilesError):
                 return _load_folder(spec, copy, dtype)
         _require_gguf_packages(spec)
-        if known:
-            verify(known, path)
-        config = known_config(spec) if known else gguf_config(path)
+        if entry:
+            verify(entry, path)
+        config = known_config(spec) if entry else gguf_config(path)
         _check_config(config, path.stat().st_size)
         # The dequantiser's progress bar has no switch of its own.
         with contextlib.redirect_stderr(io.StringIO()):
