@@ -180,18 +180,23 @@ class InBlocks:
         """Bytes of the sequences' blocks, including blocks without tokens yet; a shared block counts once."""
         return len({block for table in self._tables for block in table.blocks}) * self.layout.block_bytes
 
-    def _bind(self, sources: Sequence[RowSource]) -> bool:
-        """Uses the blocks of these zones, one zone per sequence; nothing changes for zones without blocks. Returns whether
-        existing summaries lie elsewhere."""
+    def _bind(self, sources: Sequence[RowSource]) -> list[Tensor]:
+        """Uses the blocks of these zones, one zone per sequence; nothing changes for zones without blocks. Returns what
+        `_gathered` said before, if the summaries lie elsewhere."""
         zones = [source for source in sources if isinstance(source, ZoneRows)]
         if len(zones) < len(sources):
-            return False
+            return []
         tables, layer = [zone.block_table for zone in zones], zones[0].layer
         moves = layer != self._layer or tables[0].pool is not self._tables[0].pool
+        existing = self._gathered() if moves and any(self.lengths) else []  # first: there may be no memory for it
         if moves:
             self._memory = None
         self._tables, self._layer, self._bound = tables, layer, True
-        return moves and any(self.lengths)
+        return existing
+
+    def _gathered(self) -> list[Tensor]:
+        """Copies of the summaries of each sequence, of a table that can move."""
+        raise AssertionError("summaries lie in blocks of another pool")
 
     def reserve(self, tokens: int) -> None:
         """Announces that each sequence will reach `tokens` tokens, so that memory is allocated at once."""
@@ -246,10 +251,11 @@ class TokenTable(InBlocks):
     def bind(self, sources: Sequence[RowSource]) -> None:
         """Uses the blocks of these zones, one zone per sequence, and moves existing rows there. Does nothing for zones without
         blocks."""
-        before = [self.stored(b) for b in range(len(self.lengths))] if any(self.lengths) else []
-        if self._bind(sources):
-            for b, rows in enumerate(before):
-                self.write(b, 0, rows.gather())
+        for b, rows in enumerate(self._bind(sources)):
+            self.write(b, 0, rows)
+
+    def _gathered(self) -> list[Tensor]:
+        return [self.stored(b).gather() for b in range(len(self.lengths))]
 
     def append(self, sequence: int, rows: Tensor) -> None:
         """Adds rows `[H_kv, n, width]` to one sequence."""

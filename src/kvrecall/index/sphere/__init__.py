@@ -98,9 +98,8 @@ class SphereIndex(InBlocks, Index):
         return self.memory
 
     def bind(self, sources: Sequence[RowSource]) -> None:
-        moves = self._bind(sources)
+        self._bind(sources)
         assert self._bound, "codes lie in the blocks of their rows"
-        assert not moves, "codes lie in blocks of another pool"
 
     def reserve(self, tokens: int) -> None:
         self._reserved = max(self._reserved, tokens)
