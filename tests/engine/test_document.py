@@ -133,6 +133,8 @@ class Uncalled(torch.nn.Module):
     ({"max_new_tokens": 2.5}, "max_new_tokens: expected an integer >= 1, got 2.5"),
     ({"max_new_tokens": True}, "max_new_tokens: expected an integer >= 1, got True"),
     ({"temperature": "0"}, "temperature: expected a finite number"),
+    ({"seed": "x"}, "seed: expected an integer, got 'x'"),
+    ({"seed": 1 << 70}, "seed: expected an integer of 64 bits"),
     ({"questions": []}, "questions: expected at least one text"),
     ({"questions": "  "}, "question: expected some text"),
     ({"questions": ["boat", ""]}, r"questions\[1\]: expected some text"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -162,3 +163,21 @@ def test_a_method_gets_a_cache_of_its_own() -> None:
     assert made.new_tokens == expected.new_tokens and expected.cache is cache
     assert made.cache.method == method and made.cache is not cache
     assert made.cache.stats().total.counters.steps == cache.stats().total.counters.steps > 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"eos_token_id": "a"}, "eos_token_id: expected an integer >= 0, got 'a'"),
+        ({"eos_token_id": [2, -1]}, "eos_token_id: expected an integer >= 0, got -1"),
+        ({"on_token": 3}, "on_token: expected a function, got 3"),
+        ({"attention_mask": [1]}, "attention_mask: expected a tensor of zeros and ones, got 'list'"),
+        ({"seed": 1.5}, "seed: expected an integer, got 1.5"),
+    ],
+)
+def test_odd_arguments_are_refused_by_name(wrong: dict[str, Any], message: str) -> None:
+    model = tiny("llama", num_hidden_layers=1)
+    cache = kvrecall.RetrievalCache(model.config, kvrecall.Exact(top_k=8))
+    with pytest.raises(ParameterError, match=re.escape(message)):
+        engine.generate(model, None, torch.ones(1, 4, dtype=torch.int64), cache, max_new_tokens=2, **wrong)
+    assert not cache.get_seq_length()

@@ -174,7 +174,7 @@ class Document:
     ) -> list[Answer]:
         """Reads the document if needed, and answers; parameters and errors as in `kvrecall.ask`."""
         questions = _texts("questions", questions)
-        check_sampling(max_new_tokens, temperature, top_p)
+        check_sampling(max_new_tokens, temperature, top_p, seed)
         behind = self.check(questions, max_new_tokens)
         longest = self.tokens + max(map(len, behind), default=0) + max_new_tokens
         self.read(chunk_tokens=chunk_tokens, on_progress=on_prefill, expect_tokens=longest)

@@ -18,6 +18,7 @@ from kvrecall.backends.transformers import RetrievalCache
 from kvrecall.backends.transformers.families import context_limit, transformers_model
 from kvrecall.backends.transformers.forward_pass import check_padding
 from kvrecall.core.errors import CaptureError, ContextLengthError, ParameterError
+from kvrecall.core.texts import integer
 from kvrecall.engine.decoding import generation_config
 from kvrecall.engine.lookup import check_lookup
 from kvrecall.engine.prefill import Progress, check_prompt, chunk_size
@@ -90,7 +91,12 @@ def check_args(
     chunk_tokens = chunk_size(model, chunk_tokens, input_ids.shape[0])
     if attention_mask is not None:
         check_padding(attention_mask, whole=True)
-    check_sampling(max_new_tokens, temperature, top_p)
+    check_sampling(max_new_tokens, temperature, top_p, seed)
+    for name, call in {"on_prefill": on_prefill, "on_text": on_text, "on_token": on_token}.items():
+        if call is not None and not callable(call):
+            raise ParameterError(name, "a function", call, "It is called as the answer is made; leave it out for none.")
+    for each in eos_token_id if isinstance(eos_token_id, list) else [] if eos_token_id is None else [eos_token_id]:
+        integer("eos_token_id", each, "Give the tokenizer's id of the token that ends an answer, or a list of them.", least=0)
     limit = context_limit(model.config)
     if limit and input_ids.shape[1] + max_new_tokens > limit:
         raise ContextLengthError("prompt and answer", limit, input_ids.shape[1] + max_new_tokens)
@@ -117,7 +123,7 @@ def check_args(
     )  # fmt: skip
 
 
-def check_sampling(max_new_tokens: int, temperature: float, top_p: float) -> None:
+def check_sampling(max_new_tokens: int, temperature: float, top_p: float, seed: int | None = None) -> None:
     """Raises ParameterError for impossible settings of an answer."""
     if not isinstance(max_new_tokens, Integral) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
         raise ParameterError("max_new_tokens", "an integer >= 1", max_new_tokens, "Ask for at least one token.")
@@ -125,6 +131,8 @@ def check_sampling(max_new_tokens: int, temperature: float, top_p: float) -> Non
         raise ParameterError("temperature", "a finite number >= 0", temperature, "0 decodes greedily.")
     if not isinstance(top_p, Real) or not 0 < top_p <= 1:
         raise ParameterError("top_p", "a number in (0, 1]", top_p, "1 samples from all tokens.")
+    if seed is not None and not -(1 << 63) <= integer("seed", seed, "None takes another one every time.") < 1 << 64:
+        raise ParameterError("seed", "an integer of 64 bits", seed, "Give a smaller one.")
 
 
 def check_tokenizer(tokenizer: object, needed: bool = False) -> None:

@@ -108,6 +108,9 @@ def check_prompt(model: PreTrainedModel, input_ids: Tensor, chunk_tokens: int | 
         raise ShapeError("input_ids", "a non-empty [batch, tokens] tensor", list(input_ids.shape), "Tokenise the prompt first.")
     if chunk_tokens is not None and (not isinstance(chunk_tokens, Integral) or chunk_tokens < 1):
         raise ParameterError("chunk_tokens", "an integer >= 1", chunk_tokens, "1024 suits most machines.")
+    if attention_mask is not None and not isinstance(attention_mask, Tensor):
+        got = type(attention_mask).__name__
+        raise ParameterError("attention_mask", "a tensor of zeros and ones", got, "Pass the tokenizer's mask.")
     if attention_mask is not None and attention_mask.shape != input_ids.shape:
         raise ShapeError("attention_mask", str(list(input_ids.shape)), list(attention_mask.shape), "Pass the tokenizer's mask.")
     if model.device.type == "meta":
