@@ -62,7 +62,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, partner: Tensor) -> Tensor:
 
 
 def rotate_back(x: Tensor, cos: Tensor, sin: Tensor, partner: Tensor) -> Tensor:
-    """The inverse of `turn`, where there is one."""
+    """The inverse of `rotate`, where there is one."""
     # A pair (i, j): y_i = c_i x_i + s_i x_j and y_j = c_j x_j + s_j x_i.
     alone = partner == torch.arange(len(partner), device=partner.device)
     other = cos[..., partner]

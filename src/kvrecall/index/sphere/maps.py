@@ -140,7 +140,7 @@ class Maps:
 
     @property
     def pair_stride(self) -> int:
-        """`turns.pair_stride` of the table that `turns` gave; only with centres."""
+        """`cos_sin.pair_stride` of its table; only with centres."""
         return self._cos_sin.stride
 
     def centres(self, first: int, count: int) -> Tensor | None:

@@ -87,7 +87,7 @@ def page_kernel(
     """Program (sequence and KV head): the buffer of a full window becomes pages of PAGE <= T tokens, from the partial one on.
 
     tails `[bh, PAGE, D]`: keys of the last page if it is partial. A representation has POINTS * D numbers: mean key, or
-    mean ± mean deviation (SPREAD), or extremes; see `index.pages.volumes`. The rest as in `segment_kernel`.
+    mean ± mean deviation (SPREAD), or extremes; see `units.volumes`. The rest as in `segment_kernel`.
     """
     begin(PDL)
     i_bh = tl.program_id(0)

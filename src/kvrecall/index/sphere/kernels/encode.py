@@ -346,7 +346,7 @@ def measure_one(
 
 class Centring(NamedTuple):
     """The centres for kernels: means fp32 `[2, H, D]`, cos and sin fp32 `[R, D]`, the distance between the two means in
-    elements, and `turns.pair_stride` of the table. Any tensors without centres."""
+    elements, and `cos_sin.pair_stride` of the table. Any tensors without centres."""
 
     means: Tensor
     between: int
