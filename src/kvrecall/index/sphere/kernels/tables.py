@@ -48,8 +48,8 @@ def write_shifts(
 
     A centre is cos x mean + sin x partner, coordinate by coordinate. So the products of all heads are two matrix products with
     the turns, which are read once. PAIRS: coordinates that far from each other have the same cos and opposite sin, so one
-    column of the turns serves both (`cos_sin.pair_stride`); 0 if they do not. BN: lanes of these heads, padded. STAGES: parts of
-    the turns that are prefetched.
+    column of the turns serves both (`cos_sin.pair_stride`); 0 if they do not. BN: lanes of these heads, padded. STAGES: parts
+    of the turns that are prefetched.
     """
     o_n, o_span = tl.arange(0, BN), i_block * BR + tl.arange(0, BR)
     m_n, m_span = o_n < TOGETHER * LANES, o_span < spans
