@@ -27,7 +27,6 @@ from vllm.v1.attention.backend import (
     AttentionType,
     MultipleOf,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvrecall.backends.vllm.checks import WORKER
 from kvrecall.backends.vllm.engine_state import EngineState
@@ -106,13 +105,15 @@ class RetrievalBackend(AttentionBackend):
         return num_blocks, num_kv_heads, block_size, head_size
 
 
-def _check_plain(layer: Any, spec: Any) -> None:
+def _check_plain(layer: Any) -> None:
     """Raises CompositionError for a layer with another attention than causal attention to all tokens: in chunks, or prefixes
-    that attend in both directions. vLLM has such layers wrap their backend, or name it in their spec."""
-    wrapped, plain = layer.attn_backend, type(spec) is FullAttentionSpec and not getattr(spec, "non_causal", False)
-    if wrapped is not RetrievalBackend or not plain or getattr(spec, "attention_chunk_size", None):
-        why = f"its keys are cached as {type(spec).__name__}, by {wrapped.__name__}"
-        raise CompositionError(f"vLLM with kvrecall and {type(layer).__name__}", why, "Use another attention backend.")
+    that attend in both directions. vLLM's classes of such layers wrap the backend, or say themselves how keys are cached. Not
+    asked for its spec, because vLLM chooses the block size later."""
+    backend, kind = layer.attn_backend, type(layer)
+    caches = next(each for each in kind.__mro__ if "get_kv_cache_spec" in vars(each))
+    if backend is not RetrievalBackend or caches.__name__ != "Attention":
+        why = f"its backend is {backend.__name__}, and {caches.__name__} says how its keys are cached"
+        raise CompositionError(f"vLLM with kvrecall and {kind.__name__}", why, "Use another attention backend.")
     if getattr(layer, "head_size_v", layer.head_size) != layer.head_size:
         why = f"keys have {layer.head_size} numbers, values {layer.head_size_v}"
         raise CompositionError("vLLM with kvrecall and values of another size", why, "Use another attention backend.")
@@ -225,7 +226,7 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
             device = torch.device("cuda", torch.cuda.current_device())
         settings = self._engine.settings
         check_device(device)
-        _check_plain(own, own.get_kv_cache_spec(self._config))
+        _check_plain(own)
         if not self._engine.gives_later:
             raise ParameterError("worker_cls", "kvrecall's worker, which restores windows", "another", f"Subclass {WORKER}.")
         row_dtype, scales = row_dtype_of(self.kv_cache_dtype), (1.0, 1.0)
