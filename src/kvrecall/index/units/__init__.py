@@ -122,11 +122,8 @@ class UnitIndex(PerSequence, Index):
     def search(self, queries: Tensor, budget: Budget, sequences: list[int]) -> Selection:
         if self._kernels and self.gqa != "per_head":
             return self._search_gpu(queries, budget, sequences)
-        found = []
-        for query, b in zip(search_queries(queries, self._kv_heads, self.gqa), sequences, strict=True):
-            units = self.units(b)
-            found.append(search_units(self.score(query, units, budget.scaling), units, self.gqa, budget))
-        return stack_selections(found)
+        grouped = search_queries(queries, self._kv_heads, self.gqa)
+        return stack_selections([self._search_one(q, b, budget) for q, b in zip(grouped, sequences, strict=True)])
 
     def gpu_search(self, queries: Tensor, top_k: int, sequences: list[int]) -> tuple[GpuUnitSearch, Tensor, Tensor]:
         """(scratch, plan, flags) of a search for queries `[len(sequences), H_q, D]`. Synchronises only if units have changed
@@ -165,6 +162,10 @@ class UnitIndex(PerSequence, Index):
             entries = getattr(chosen, name)
             setattr(chosen, name, [entry.own() if isinstance(entry, Units) else entry for entry in entries])
         return chosen
+
+    def _search_one(self, query: Tensor, sequence: int, budget: Budget) -> tuple[Tensor, Tensor]:
+        units = self.units(sequence)
+        return search_units(self.score(query, units, budget.scaling), units, self.gqa, budget)
 
 
 def search_units(scores: Tensor, units: Units, gqa: str, budget: Budget) -> tuple[Tensor, Tensor]:
