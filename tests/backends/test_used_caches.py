@@ -130,7 +130,7 @@ def test_embeddings_and_images(model: Any) -> None:
         generate(model, cache, torch.cat([fresh(model, ids(60)), ids(9)], 1))
     cache.reset()
     generate(model, cache, ids(60))
-    cache.tokens._known = False  # as after an image
+    cache.tokens.known = False  # as after an image
     with pytest.raises(errors.ParameterError, match="got 'embeddings or images'"):
         generate(model, cache, OTHERS["same first tokens, longer"]())
     whole = torch.cat([fresh(model, ids(60)), ids(9)], 1)

@@ -103,7 +103,7 @@ def test_the_first_tokens_behind_a_prompt_get_host_memory_for_the_expected_lengt
     tables = {id(layer.state.store.host[0].block_table) for layer in cache.retrieval_layers}
     assert len(tables) == 1 and (tokens - 20) // 16 <= len(cache.tables[0].blocks) <= (tokens - 20) * 9 // 8 // 16 + 1
     with kvrecall.attach(model):
-        run(model, cache, follow_up(inputs), new_tokens=8)  # the buffer goes over
+        run(model, cache, follow_up(inputs), new_tokens=24)  # the buffer goes over
     assert len(cache.tables[0].blocks) == (500 - 4 - 16) // 16
 
 
