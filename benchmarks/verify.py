@@ -127,6 +127,8 @@ def _forgotten(cache: RetrievalCache, sequences: int) -> Iterator[None]:
     for state in states:
         state.counters = state.counters.fresh()
     yield
+    for state in states:
+        state.last_steps.forget()  # else the crop undoes the step, and keeps the rows that it fetched
     cache.crop(-1)
     for state, (counters, log, segments) in zip(states, before, strict=True):
         state.counters, state.log, state.segments = counters, log, segments
