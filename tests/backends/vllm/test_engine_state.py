@@ -204,8 +204,8 @@ def test_drafts_change_no_token(home: Path, stock: dict[str, Any]) -> None:
 def said(plan: VllmPlan) -> str:
     """What an engine tells at its start, if it is as planned."""
     return (
-        f"kvrecall: {plan.blocks} blocks of {plan.block_size} tokens, {plan.near_blocks} with rows in device memory, "
-        f"{plan.blocks - plan.near_blocks} in host memory ({plan.host_limit / 2**30:.1f} GiB hold {plan.host_blocks}), "
+        f"kvrecall: {plan.blocks} blocks of {plan.block_size} tokens, {plan.blocks_on_device} with rows in device memory, "
+        f"{plan.blocks - plan.blocks_on_device} in host memory ({plan.host_limit / 2**30:.1f} GiB hold {plan.host_blocks}), "
         f"{plan.window_pages} pages for windows; {plan.context_tokens} tokens need {plan.needed_blocks} blocks"
     )
 
