@@ -121,8 +121,7 @@ def check_sampling(temperature: float, seed: int | None = None) -> None:
     """Raises ParameterError for a bad temperature, or a seed that torch does not accept."""
     if not 0 <= temperature < inf:
         raise ParameterError("--temperature", "a finite number >= 0", temperature, "0 takes the likeliest token each time.")
-    if seed is not None and not -(1 << 63) <= seed < 1 << 64:
-        raise ParameterError("--seed", "an integer of 64 bits", seed, "Give a smaller one.")
+    texts.check_seed("--seed", seed)
 
 
 def read_text(path: Path) -> str:

@@ -71,6 +71,13 @@ def integer(name: str, value: Any, remedy: str, least: int | None = None) -> int
     return number
 
 
+def check_seed(name: str, seed: Any) -> None:
+    """Raises ParameterError for a seed that torch does not accept. None takes another one every time."""
+    remedy = "Give an integer of 64 bits, or none for another one every time."
+    if seed is not None and not -(1 << 63) <= integer(name, seed, remedy) < 1 << 64:
+        raise ParameterError(name, "an integer of 64 bits", seed, remedy)
+
+
 def whole(text: str) -> int:
     """The number of a text of the digits 0 to 9; -1 for any other, and for more digits than any count has."""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else -1

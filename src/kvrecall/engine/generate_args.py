@@ -18,7 +18,7 @@ from kvrecall.backends.transformers import RetrievalCache
 from kvrecall.backends.transformers.families import context_limit, transformers_model
 from kvrecall.backends.transformers.forward_pass import check_padding
 from kvrecall.core.errors import CaptureError, ContextLengthError, ParameterError
-from kvrecall.core.texts import integer
+from kvrecall.core.texts import check_seed, integer
 from kvrecall.engine.decoding import generation_config
 from kvrecall.engine.lookup import check_lookup
 from kvrecall.engine.prefill import Progress, check_prompt, chunk_size
@@ -131,8 +131,7 @@ def check_sampling(max_new_tokens: int, temperature: float, top_p: float, seed: 
         raise ParameterError("temperature", "a finite number >= 0", temperature, "0 decodes greedily.")
     if not isinstance(top_p, Real) or not 0 < top_p <= 1:
         raise ParameterError("top_p", "a number in (0, 1]", top_p, "1 samples from all tokens.")
-    if seed is not None and not -(1 << 63) <= integer("seed", seed, "None takes another one every time.") < 1 << 64:
-        raise ParameterError("seed", "an integer of 64 bits", seed, "Give a smaller one.")
+    check_seed("seed", seed)
 
 
 def check_tokenizer(tokenizer: object, needed: bool = False) -> None:

@@ -94,10 +94,8 @@ class Loop:
                     if until():
                         break
                     if self.drives_here():
-                        got, remedy = (
-                            "one inside a step of the same model",
-                            "Ask from outside the model's own modules and hooks.",
-                        )
+                        got = "one inside a step of the same model"
+                        remedy = "Ask from outside the model's own modules and hooks."
                         raise ParameterError("generate", "a call outside the model's steps", got, remedy)
                     if self._driver is not None:
                         self._changed.wait()

@@ -51,10 +51,10 @@ class CacheStats:
         for report in layers:
             counters = counters.merged(report.counters)
         zero = {"sink": 0, "retrieval": 0, "local": 0, "buffer": 0}
-        device, summaries, host = (
-            sum(getattr(report, name) for report in layers) for name in ("device_bytes", "summary_bytes", "host_bytes")
-        )
-        total = LayerReport(None, layers[0].tokens if layers else zero, device, summaries, host, counters)
+        total = LayerReport(
+            None, layers[0].tokens if layers else zero, sum(r.device_bytes for r in layers),
+            sum(r.summary_bytes for r in layers), sum(r.host_bytes for r in layers), counters,
+        )  # fmt: skip
         return CacheStats(method.name, layers, total)
 
     def to_dict(self) -> dict[str, Any]:
