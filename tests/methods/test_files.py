@@ -114,7 +114,7 @@ def test_every_layer_fetches_its_own_budget(tmp_path: Path) -> None:
     cache = kvrecall.RetrievalCache.from_file(model.config, tmp_path / "m.json")
     assert cache.method == method and method.at(1).top_k == 25 and method.at(0).top_k == 10
     ids = torch.randint(3, 320, (1, 150), generator=torch.Generator().manual_seed(0))
-    generate(model, None, ids, cache, max_new_tokens=6, eos_token_id=-1)
+    generate(model, None, ids, cache, max_new_tokens=6, eos_token_id=None)
     reports = {r.layer: r.counters for r in cache.stats().layers}
     per_search = {n: c.retrieved_tokens / (c.searches * 2) for n, c in reports.items() if c.searches}  # 2 KV heads
     assert per_search == {n: 25 if n == 1 else 10 for n in per_search} and set(per_search) == set(reports) - {2}
