@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvrecall.attend import reference
 from kvrecall.core.structs import AttentionParams, Rows
-from kvrecall.merge import merge, sink_logits
+from kvrecall.merge import merge, with_sinks
 from tests.strategies import HEAD_DIMS, gaussian, poisoned
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
@@ -24,9 +24,7 @@ def expected(queries: Tensor, seen: list[Tensor], params: AttentionParams) -> Te
     for b, rows in enumerate(seen):
         counts = torch.full((1, HEADS), rows.shape[1], dtype=torch.int32)
         parts = [reference.attend_rows(queries[b : b + 1], Rows(rows.unsqueeze(0), counts), params.scaling, params.softcap)]
-        if params.sink_logits is not None:
-            parts.append(sink_logits(params.sink_logits, parts[0]))
-        outs.append(merge(parts).out)
+        outs.append(merge(with_sinks(parts, params.sink_logits)).out)
     return torch.cat(outs)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvrecall.attend.reference import softmax_rows
 from kvrecall.core.structs import Partial
-from kvrecall.merge import merge, merge_in_turn, sink_logits
+from kvrecall.merge import merge, merge_in_turn, with_sinks
 from tests.strategies import SEEDS, examples, gaussian
 
 
@@ -84,7 +84,7 @@ def test_far_apart_parts_do_not_overflow() -> None:
 def test_learned_sinks_take_mass_and_give_no_value(seed: int) -> None:
     logits, values, sinks = gaussian(seed, 2, 2, 3, 1, 20), gaussian(seed + 1, 2, 2, 20, 8), gaussian(seed + 2, 6)
     some = part(logits, values)
-    merged = merge([some, sink_logits(sinks.bfloat16().float(), some)])
+    merged = merge(with_sinks([some], sinks.bfloat16().float()))
     extra = sinks.bfloat16().float().view(1, 2, 3, 1, 1).expand(2, 2, 3, 1, 1)
     whole = part(torch.cat([logits, extra], -1), torch.cat([values, torch.zeros(2, 2, 1, 8)], 2))
     torch.testing.assert_close(merged.out, whole.out, atol=1e-6, rtol=1e-5)

@@ -15,7 +15,7 @@ from kvrecall.cache.copies import rows_to_device
 from kvrecall.core.cuda import HostCopy, to_device
 from kvrecall.core.structs import AttentionParams, HostRows, Partial, Rows
 from kvrecall.layer.state import LayerState, of_sequences
-from kvrecall.merge import merge, merge_in_turn, sink_logits
+from kvrecall.merge import merge, merge_in_turn, with_sinks
 
 _HOST = torch.device("cpu")
 
@@ -108,10 +108,8 @@ def _step(
             end_search()
         parts += _attend_retrieved(layer, searching, queries, host_queries, params)
         layer.after_attention(searching)
-    if params.sink_logits is not None:
-        parts.append(sink_logits(params.sink_logits, parts[0]))
     with layer.clock("merge"):
-        merged = merge(parts)
+        merged = merge(with_sinks(parts, params.sink_logits))
     layer.count_step(whole)
     layer.end_step(queries, merged.lse, active)
     for b in every:
@@ -126,8 +124,7 @@ def _attend_chunk(layer: LayerState, b: int, q: Tensor, k: Tensor, v: Tensor, pa
     how = params.scaling, params.softcap, among
     with layer.store.stream_rows(b, lambda rows: attend_block(q, rows, *how)) as past:
         own = attend_causal(q, k, v, *how)
-        sinks = [] if params.sink_logits is None else [sink_logits(params.sink_logits, own)]
-        return merge_in_turn([own, *sinks], past)
+        return merge_in_turn(with_sinks([own], params.sink_logits), past)
 
 
 def _attend_zone(layer: LayerState, b: int, queries: Tensor, params: AttentionParams) -> list[Partial]:

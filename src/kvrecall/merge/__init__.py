@@ -43,7 +43,10 @@ def merge_in_turn(parts: list[Partial], coming: Iterable[Partial]) -> Partial:
     return so_far
 
 
-def sink_logits(logits: Tensor, like: Partial) -> Partial:
-    """The part of learned attention sinks (gpt-oss): one logit `[H_q]` per head, which takes probability mass and adds no
-    value."""
-    return Partial(torch.zeros_like(like.out), logits.float().view(1, -1, 1).expand_as(like.lse))
+def with_sinks(parts: list[Partial], logits: Tensor | None) -> list[Partial]:
+    """The parts, and that of learned attention sinks (gpt-oss): one logit `[H_q]` per head, which takes probability mass and
+    adds no value. None for a model without them."""
+    if logits is None:
+        return parts
+    like = parts[0]
+    return [*parts, Partial(torch.zeros_like(like.out), logits.float().view(1, -1, 1).expand_as(like.lse))]

@@ -48,13 +48,18 @@ def window_blocks(
     return min(max(own, before) + passes * own, cdiv(longest, block_size) + 1)
 
 
+def holds_states(spec: Any) -> bool:
+    """Whether the pages of a cache group of vLLM hold states of recurrent layers: as many for any length."""
+    return hasattr(spec, "mamba_cache_mode")
+
+
 def needed_blocks(specs: Iterable[Any], config: Any, tokens: int | None = None) -> int:
     """Most blocks of one sequence, and one that vLLM reserves. specs: of vLLM's cache groups. config: vLLM's. tokens: of the
     sequence; by default of the longest one."""
     needed = 1
     for spec in specs:
         most = cdiv(spec.max_memory_usage_bytes(config), spec.page_size_bytes)
-        needed += most if tokens is None else min(most, cdiv(tokens, spec.block_size))
+        needed += most if tokens is None or holds_states(spec) else min(most, cdiv(tokens, spec.block_size))
     return needed
 
 

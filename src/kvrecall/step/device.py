@@ -21,7 +21,7 @@ from kvrecall.core.launch import cdiv, launch, next_power_of_2, overlapping
 from kvrecall.core.structs import AttentionParams, lasting_tensors
 from kvrecall.index.base import SEARCH_FIELDS, IndexConfig, LayerShape, PagedKernels, PagedSizes
 from kvrecall.index.statistics import LayerStatistics
-from kvrecall.merge import merge_in_turn
+from kvrecall.merge import merge_in_turn, with_sinks
 from kvrecall.merge.cuda import merge_step
 from kvrecall.methods.base import Method
 from kvrecall.step.aside import BEHIND, Aside
@@ -363,7 +363,8 @@ class DeviceLayer:
             with self.scratch.stream.pieces(self._host, past.on_host, past.host_tokens) as pieces:
                 here = how.past(q, rows_here, past.on_device, past.device_tokens, params)
                 there = (part for rows, tokens in pieces for part in how.past(q, rows, None, tokens, params))
-                whole = merge_in_turn([how.own(q, k, v, params)], chain(here, there))
+                first = with_sinks([how.own(q, k, v, params)], params.sink_logits)
+                whole = merge_in_turn(first, chain(here, there))
             out[chunk.tokens] = whole.out[0].transpose(0, 1)
 
     def rehearse(self, queries: Tensor, keys: Tensor, values: Tensor) -> None:

@@ -17,7 +17,7 @@ from kvrecall.core.errors import NonFiniteError
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import AttentionParams, Budget, Partial, Rows, StepStats
 from kvrecall.index.base import LayerShape, PagedIndex
-from kvrecall.merge import merge, merge_in_turn
+from kvrecall.merge import merge, merge_in_turn, with_sinks
 from kvrecall.methods.base import Method
 from kvrecall.step.means import PagedMeans, means_in
 from kvrecall.step.settings import whole_below
@@ -154,12 +154,14 @@ class PagedLayer:
         """A chunk `[H, T, D]` attends to itself and to everything before it, streamed from the host."""
         how = self._params.scaling, self._params.softcap, past + q.shape[1]
         own = attend_causal(q, k, v, *how)
-        return merge_in_turn([own], (attend_block(q, rows, *how) for rows in self._host.pieces(table, past)))
+        first = with_sinks([own], self._params.sink_logits)
+        return merge_in_turn(first, (attend_block(q, rows, *how) for rows in self._host.pieces(table, past)))
 
     def _whole(self, q: Tensor, table: list[int], length: int) -> Partial:
         """A token `[H_q, 1, D]` attends to all rows of its sequence, which are sinks or recent."""
         how = self._params.scaling, self._params.softcap
-        return merge([attend_block(q, rows, *how) for rows in self._host.pieces(table, length)])
+        parts = [attend_block(q, rows, *how) for rows in self._host.pieces(table, length)]
+        return merge(with_sinks(parts, self._params.sink_logits))
 
     def _retrieve(
         self, queries: Tensor, batch: Batch, window: Window, searched: list[tuple[int, int, int]], out: Tensor
@@ -185,7 +187,7 @@ class PagedLayer:
                 rows = self._means.rows(tables[i], ends[i], ids, q.shape[1] // heads)
                 parts.append(attend_rows(q[i : i + 1].unsqueeze(2), rows, params.scaling, params.softcap))
                 self.stats.estimated_units += rows.width * heads
-            out[at] = merge(parts).out[0, :, 0].to(out.dtype)
+            out[at] = merge(with_sinks(parts, params.sink_logits)).out[0, :, 0].to(out.dtype)
         retrieved = int(found.counts.sum())
         stats, dense_tokens = self.stats, len(searched) * (method.sink_tokens + method.local_tokens)
         stats.steps += 1

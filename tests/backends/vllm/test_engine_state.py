@@ -352,7 +352,6 @@ CONFIG = SimpleNamespace(
         ),
         ("cache_config", SimpleNamespace(cache_dtype="fp8"), "kv_cache_dtype=fp8"),
         ("cache_config", SimpleNamespace(cache_dtype="auto", calculate_kv_scales=True), "calculate_kv_scales"),
-        ("model_config", SimpleNamespace(is_hybrid=True), "Mamba, convolution or linear-attention layers"),
         ("model_config", SimpleNamespace(attention_chunk_size=8192), "layers that attend within chunks"),
         ("model_config", SimpleNamespace(enable_sleep_mode=True), "sleep mode"),
         ("model_config", SimpleNamespace(use_mla=True), "latent attention"),
@@ -506,7 +505,7 @@ def test_decoded_tokens_are_those_of_the_first_rows(counts: list[int], drafts: i
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
-        ({"sinks": torch.zeros(8)}, "attention sinks"), ({"alibi_slopes": [0.5] * 8}, "ALiBi"),
+        ({"alibi_slopes": [0.5] * 8}, "ALiBi"),
         ({"sliding_window": 4096}, "a sliding window"), ({"chunk_lookback": 0}, "chunk_lookback"),
         ({"kv_sharing_target_layer_name": "model.layers.0"}, "shared KV layers"),
     ],

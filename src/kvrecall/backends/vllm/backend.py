@@ -31,6 +31,7 @@ from vllm.v1.attention.backend import (
 from kvrecall.backends.vllm.checks import WORKER
 from kvrecall.backends.vllm.engine_state import EngineState
 from kvrecall.backends.vllm.plugin import own_name
+from kvrecall.backends.vllm.recurrent import tokens_of_states
 from kvrecall.backends.vllm.whole import FlashAttention, why_not
 from kvrecall.backends.vllm.window import PassWindow, WindowLayer
 from kvrecall.backends.vllm.window_pages import SUFFIX
@@ -69,13 +70,13 @@ class RetrievalBackend(AttentionBackend):
     def get_builder_cls() -> type[RetrievalBuilder]:
         return RetrievalBuilder
 
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        return [MultipleOf(LEAST_BLOCK)]
+    @classmethod
+    def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[Any]:
+        return [MultipleOf(cls.least)]
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
-        return default_block_size if cls.supports_block_size(default_block_size) else BLOCK_TOKENS
+        return default_block_size if cls.supports_block_size(default_block_size) else max(BLOCK_TOKENS, cls.least)
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
@@ -86,13 +87,18 @@ class RetrievalBackend(AttentionBackend):
         return list(HEAD_DIMS)
 
     @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
         return attn_type == AttentionType.DECODER
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         """Pages of summaries instead of keys and values. Raises ParameterError for an unsupported block size."""
-        check_block_size(spec.block_size, cls.least)
+        if spec.block_size != 1:  # vLLM asks for the bytes of one token, too
+            check_block_size(spec.block_size, cls.least)
         if "state_content_bytes" in {f.name for f in fields(spec)}:
             return replace(spec, dtype=torch.uint8, state_content_bytes=cls.width)
         return replace(spec, dtype=torch.uint8, head_size=cls.width, head_size_v=0)  # before 0.29 K and V are separate
@@ -199,7 +205,7 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         """Raises CompositionError for features of other backends."""
         refused = {
             "ALiBi": alibi_slopes, "a sliding window": sliding_window, "shared KV layers": kv_sharing_target_layer_name,
-            "attention sinks": sinks, **more,
+            **more,
         }  # fmt: skip
         for name, given in refused.items():
             if given is not None and given is not False:
@@ -207,7 +213,7 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
                 raise CompositionError(f"vLLM with kvrecall and {name}", "there is no kernel for it", remedy)
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads, self.kv_cache_dtype, self.attn_type = num_kv_heads or num_heads, kv_cache_dtype, attn_type
-        self._params = AttentionParams(float(scale), logits_soft_cap or 0.0)
+        self._params = AttentionParams(float(scale), logits_soft_cap or 0.0, sinks)
         self._config = get_current_vllm_config()
         self._engine = EngineState.of(self._config)
         self._window: WindowLayer | None = None
@@ -243,7 +249,8 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         self._engine.impls.append(self)
         means = settings.method.estimate_config()
         width = width_of(settings.index, means, shape)
-        own.attn_backend = backend = of_pages(width, least_block(settings.method))
+        states = tokens_of_states(self._config, shape.kv_heads * width)
+        own.attn_backend = backend = of_pages(width, max(least_block(settings.method), states))
         if not hasattr(AttentionBackend, "customize_spec"):  # before 0.28 vLLM does not call it
             stock = own.get_kv_cache_spec
             own.get_kv_cache_spec = lambda config: backend.customize_spec(stock(config))
@@ -303,7 +310,12 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
     @property
     def kind(self) -> object:
         """Equal for layers that run the same code."""
-        return self._shape, self._params
+        return self._shape, replace(self._params, sink_logits=None), self.has_sinks
+
+    @property
+    def has_sinks(self) -> bool:
+        """Whether it has learned attention sinks."""
+        return self._params.sink_logits is not None
 
     def prepare(self) -> None:
         """Starts using the pages that vLLM has allocated."""
@@ -317,7 +329,7 @@ class RetrievalImpl(AttentionImpl[RetrievalMetadata]):
         """Runs the passes of `warmup.trials` over block 0. Returns their number."""
         shape, builder = self._shape, self._builder
         size = builder.kv_cache_spec.block_size
-        flash = None if why_not(shape) else FlashAttention(shape, size, self._engine.whole)
+        flash = None if why_not(shape, self.has_sinks) else FlashAttention(shape, size, self._engine.whole)
         causal = None if flash is None else flash.causal
         passes = list(trials(limits, shape.device.type == "cuda"))
         for trial in passes:

@@ -88,9 +88,6 @@ def _check_options(config: Any) -> None:
             getattr(cache, "calculate_kv_scales", False), "summaries are of keys that were divided by a scale"
         ),
         "multi-head latent attention": (getattr(model, "use_mla", False), "its cache has no keys of its own"),
-        "Mamba, convolution or linear-attention layers": (
-            getattr(model, "is_hybrid", False), "vLLM sizes all blocks by the states of such layers"
-        ),
         "layers that attend within chunks": (
             bool(getattr(model, "attention_chunk_size", None)), "a search would find tokens of other chunks"
         ),

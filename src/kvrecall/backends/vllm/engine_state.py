@@ -22,6 +22,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from kvrecall.backends.transformers.rotary import Rotaries
 from kvrecall.backends.vllm.checks import checked, drafts_of
 from kvrecall.backends.vllm.machine import launch_of, least_of_ranks, ranks_here
+from kvrecall.backends.vllm.recurrent import States, recurrent_layers
 from kvrecall.backends.vllm.refused import can_refuse
 from kvrecall.backends.vllm.statistics import Observer, compute, rotaries_of_config
 from kvrecall.backends.vllm.whole import WholePasses, why_not
@@ -33,7 +34,7 @@ from kvrecall.core.structs import AttentionParams
 from kvrecall.index.base import LayerShape
 from kvrecall.index.statistics import KeyStatistics, LayerStatistics
 from kvrecall.step.aside import Aside
-from kvrecall.step.capacity import Division
+from kvrecall.step.capacity import Division, holds_states
 from kvrecall.step.counts import Counts, forget
 from kvrecall.step.device import DeviceLayer, Scratch, searched_together
 from kvrecall.step.finite import FiniteWatch
@@ -97,7 +98,7 @@ class EngineState:
         self.groups: dict[str, int] = {}
         """vLLM's cache group of every layer."""
         self.others: dict[int, int] = {}
-        """Tokens per block of the cache groups of other backends."""
+        """Tokens per block of the cache groups of other backends' keys and values."""
         self._growth: Growth | None = None
         """Of host memory, when vLLM has allocated its pages."""
         self._compiled, self._warm, self._ready = False, False, False
@@ -294,12 +295,13 @@ class EngineState:
         """Called when vLLM has allocated its pages: stores the cache group of each layer, and plans host memory."""
         groups, ours = list(enumerate(kv_cache_config.kv_cache_groups)), self.names
         self.groups = {name: i for i, group in groups for name in group.layer_names}
-        self.others = {i: group.kv_cache_spec.block_size for i, group in groups if ours.isdisjoint(group.layer_names)}
+        others = [(i, group.kv_cache_spec) for i, group in groups if ours.isdisjoint(group.layer_names)]
+        self.others = {i: spec.block_size for i, spec in others if not holds_states(spec)}
         self.places.cover(kv_cache_config.num_blocks)
         specs = [group.kv_cache_spec for _, group in groups]
         self.division = Division.among(specs, self._config, kv_cache_config.num_blocks)
         self.last = max((impl.number for impl in self.impls), default=-1)
-        why = next(filter(None, map(why_not, self.shapes)), "")
+        why = next(filter(None, (why_not(impl.shape, impl.has_sinks) for impl in self.impls)), "")
         self.whole.possible = not why
         if why and self.shapes[0].device.type == "cuda":
             _log.info("kvrecall: FlashAttention does not serve short sequences: %s", why)
@@ -411,7 +413,8 @@ class EngineState:
         if not self.needs_statistics:
             return
         layers, ours = self._config.compilation_config.static_forward_context, self.names
-        rest = {n: x for n, x in layers.items() if isinstance(x, AttentionLayerBase) and n not in ours}
+        known = ours | recurrent_layers(self._config).keys()
+        rest = {n: x for n, x in layers.items() if isinstance(x, AttentionLayerBase) and n not in known}
         windows = {extract_layer_index(n): rest.pop(n) for n, x in list(rest.items()) if getattr(x, "sliding_window", None)}
         if others := [*rest]:
             message = "kvrecall: statistics of keys are less exact: %s and %d more layers of other backends take no part"
@@ -419,8 +422,9 @@ class EngineState:
         self.observer = Observer()
         try:
             rotaries = {impl.number: self._rotaries.layers[impl.number].rotary for impl in self.impls}
-            with self.observer.attending(windows):
-                found = compute(model, self._config, self.observer, rotaries)
+            states = States(self._config, self.shapes[0].device)
+            with self.observer.attending(windows), states.kept():
+                found = compute(model, self._config, self.observer, rotaries, states.metadata)
         finally:
             self.observer = None
         for impl in self.impls:

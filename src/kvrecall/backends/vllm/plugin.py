@@ -154,7 +154,7 @@ def _hook_choice(platform: Any, on_cpu: bool) -> None:
         if is_own(selected_backend):
             if attn_selector_config.has_sliding_window:
                 selected_backend = None
-            elif on_cpu or attn_selector_config.has_sink:  # the layer itself refuses sinks, and says why
+            elif on_cpu:
                 return _BACKEND
         return own(cls, selected_backend, attn_selector_config, *args, **kwargs)
 

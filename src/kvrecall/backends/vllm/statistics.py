@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from functools import partial
@@ -29,7 +29,7 @@ from kvrecall.backends.transformers.statistics import Source
 from kvrecall.core.errors import StatisticsError
 from kvrecall.core.structs import AttentionParams
 from kvrecall.index.statistics import KeyStatistics, LayerStatistics, Rotary, flaw
-from kvrecall.merge import merge_in_turn
+from kvrecall.merge import merge_in_turn, with_sinks
 
 _log = logging.getLogger("vllm.kvrecall")
 _NARROW = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 64}
@@ -51,7 +51,7 @@ class Observer:
         parts = [] if past is None else [attend_block(q, past, *how)]
         self._keep(number, k, v)
         self._queries.setdefault(number, []).append(q.clone())
-        return merge_in_turn([own], parts).out[0].transpose(0, 1).to(queries.dtype)
+        return merge_in_turn(with_sinks([own], params.sink_logits), parts).out[0].transpose(0, 1).to(queries.dtype)
 
     @contextmanager
     def attending(self, layers: Mapping[int, Any]) -> Iterator[None]:
@@ -78,7 +78,10 @@ class Observer:
         places = torch.arange(total, device=rows.device)
         back = places[total - own :, None] - places
         logits.masked_fill_((back < 0) | (back >= layer.sliding_window), float("-inf"))
-        return output.copy_((logits.softmax(-1) @ v).transpose(0, 1))
+        sinks = getattr(impl, "sinks", None)
+        if sinks is not None:  # one more place, without a value
+            logits = torch.cat([logits, sinks.float().view(-1, 1, 1).expand(-1, own, 1)], 2)
+        return output.copy_((logits.softmax(-1)[..., :total] @ v).transpose(0, 1))
 
     def _keep(self, number: int, keys: Tensor, values: Tensor) -> Tensor:
         """Adds keys, values `[H_kv, T, D]`. Returns all rows of the layer, `[H_kv, n, K|V, D]`."""
@@ -101,15 +104,19 @@ def source_of(model_config: Any) -> Source:
     return Source.of(model_config.hf_config, tokenizer)
 
 
-def compute(model: Any, config: Any, observer: Observer, rotaries: Mapping[int, Rotary]) -> dict[int, LayerStatistics]:
+def compute(
+    model: Any, config: Any, observer: Observer, rotaries: Mapping[int, Rotary], metadata: Callable[[int, int], Any]
+) -> dict[int, LayerStatistics]:
     """Statistics of the layers in `rotaries`, by number, for this rank's heads. Their attention must be the observer's.
 
-    model: vLLM's. config: `VllmConfig`. Every rank must call it. Raises StatisticsError for unfit statistics.
+    model: vLLM's. config: `VllmConfig`. metadata: of other layers, for a first position and a count of tokens. Every rank must
+    call it. Raises StatisticsError for unfit statistics.
     """
     start, source, text = perf_counter(), source_of(config.model_config), config.model_config.hf_text_config
     size = config.scheduler_config.max_num_batched_tokens
     for first in range(0, len(source.ids), size):
-        _forward(model, config, source.ids[first : first + size], first)
+        ids = source.ids[first : first + size]
+        _forward(model, config, ids, first, metadata(first, len(ids)))
     found = {number: _of_all_queries(observer.statistics(number, rotary), text) for number, rotary in rotaries.items()}
     if unfit := flaw(found, len(set(source.ids)), text.vocab_size, text.hidden_size):
         raise StatisticsError(config.model_config.model, "keys that describe a text", unfit, 'Serve "method": "exact".')
@@ -119,7 +126,7 @@ def compute(model: Any, config: Any, observer: Observer, rotaries: Mapping[int, 
 
 
 @torch.no_grad()
-def _forward(model: Any, config: Any, ids: tuple[int, ...], first: int) -> None:
+def _forward(model: Any, config: Any, ids: tuple[int, ...], first: int, metadata: Any) -> None:
     """One pass of the model over the tokens from position `first` on, through all pipeline stages."""
     from vllm.distributed import get_pp_group, get_tp_group
     from vllm.forward_context import set_forward_context
@@ -133,7 +140,7 @@ def _forward(model: Any, config: Any, ids: tuple[int, ...], first: int) -> None:
     if not stages.is_first_rank:
         before = IntermediateTensors(stages.recv_tensor_dict(all_gather_group=get_tp_group()))
     eager = {"skip_compiled": True} if "skip_compiled" in inspect.signature(set_forward_context).parameters else {}
-    with set_forward_context(None, config, num_tokens=len(ids), **eager):
+    with set_forward_context(metadata, config, num_tokens=len(ids), **eager):
         out = model(
             input_ids=torch.tensor(ids, device=device, dtype=torch.int64), positions=positions, intermediate_tensors=before
         )
@@ -164,7 +171,7 @@ def rotaries_of_config(config: PretrainedConfig) -> Rotaries:
             setattr(text, name, size)
     text.pad_token_id = text.bos_token_id = text.eos_token_id = None
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-        model = AutoModelForCausalLM.from_config(text, attn_implementation="sdpa", dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_config(text, attn_implementation="eager", dtype=torch.float32).eval()
     found = ask_model(model)
     if found.unknown:
         got = f"others in layers {', '.join(map(str, found.unknown))}"

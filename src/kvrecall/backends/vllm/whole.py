@@ -93,7 +93,7 @@ class FlashAttention:
             self._library.flash_attn_varlen_func(
                 q=self._as_rows(queries), k=keys, v=values, out=out, cu_seqlens_q=begins, max_seqlen_q=most_new,
                 seqused_k=lengths, max_seqlen_k=longest, softmax_scale=params.scaling, causal=True, block_table=pages,
-                softcap=params.softcap, scheduler_metadata=plan, num_splits=splits, fa_version=self._version,
+                softcap=params.softcap, scheduler_metadata=plan, num_splits=splits, fa_version=self._version, **_sinks(params),
             )  # fmt: skip
 
         return attend
@@ -113,6 +113,7 @@ class FlashAttention:
         self._library.flash_attn_varlen_func(
             q=queries, k=keys, v=values, out=out, cu_seqlens_q=begins, max_seqlen_q=longest, cu_seqlens_k=begins,
             max_seqlen_k=longest, softmax_scale=params.scaling, causal=True, softcap=params.softcap, fa_version=self._version,
+            **_sinks(params),
         )  # fmt: skip
 
     def own(self, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Partial:
@@ -142,6 +143,11 @@ class FlashAttention:
         return Partial(out.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0))
 
 
+def _sinks(params: AttentionParams) -> dict[str, Tensor]:
+    """The argument for learned attention sinks. Parts of a merge have none: the merge adds them."""
+    return {} if params.sink_logits is None else {"s_aux": params.sink_logits}
+
+
 @lru_cache(maxsize=64)
 def _span(tokens: int, device: torch.device) -> Tensor:
     """int32 `[0, tokens]`; nothing is sent from the host."""
@@ -154,8 +160,9 @@ def _numbers(count: int, device: torch.device) -> Tensor:
     return torch.arange(count, dtype=torch.int32, device=device)
 
 
-def why_not(shape: LayerShape) -> str:
-    """Why FlashAttention cannot attend to the window of such layers; empty if it can."""
+def why_not(shape: LayerShape, sinks: bool = False) -> str:
+    """Why FlashAttention cannot attend to the window of such layers; empty if it can. sinks: whether they have learned
+    attention sinks."""
     if shape.device.type != "cuda":
         return "there is no GPU"
     if shape.dtype not in (torch.float16, torch.bfloat16):
@@ -169,6 +176,8 @@ def why_not(shape: LayerShape) -> str:
     version = get_flash_attn_version(head_size=shape.head_dim)
     if shape.row_dtype is not None and (version != 3 or shape.dtype != torch.bfloat16):
         return f"it reads no fp8 on this card for a model in {shape.dtype}"
+    if sinks and version != 3:
+        return "it knows attention sinks only on Hopper GPUs"
     return "" if version in (2, 3) else "this card needs a version that is not tried"
 
 

@@ -15,7 +15,7 @@ from kvrecall.backends.transformers.capture.verify import Attended
 from kvrecall.backends.transformers.layer import TaggedLayer
 from kvrecall.core.errors import CaptureError
 from kvrecall.core.structs import AttentionParams, Rows
-from kvrecall.merge import merge, sink_logits
+from kvrecall.merge import merge, with_sinks
 from kvrecall.methods.base import HEAD_DIMS
 from kvrecall.select.queries import places
 
@@ -127,9 +127,7 @@ class SlidingWindow(TaggedLayer):
         lengths = torch.tensor([count + 1 for count in self._first], dtype=torch.int32, device=keys.device)
         rows = Rows(kv, lengths.unsqueeze(1).expand(-1, keys.shape[1]))
         parts = [attend_rows(attended.queries, rows, attended.params.scaling, attended.params.softcap)]
-        if attended.params.sink_logits is not None:
-            parts.append(sink_logits(attended.params.sink_logits, parts[0]))
-        return merge(parts).out.to(attended.queries.dtype)
+        return merge(with_sinks(parts, attended.params.sink_logits)).out.to(attended.queries.dtype)
 
     def moved_on(self) -> None:
         """Called after a step. After the first one only the ring has all rows."""
