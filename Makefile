@@ -7,7 +7,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install demo test test-kernels notebooks test-stateful test-faults test-zoo test-gpu test-gpu2 test-vllm test-vllm-ci lint docs wheel format bench-cpu bench-gpu clean
+.PHONY: help install demo test test-kernels notebooks test-stateful test-faults test-zoo test-gpu test-gpu2 test-vllm test-vllm-ci test-vllm-zoo lint docs wheel format bench-cpu bench-gpu clean
 
 help: ## List the verbs
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -108,6 +108,11 @@ test-zoo: $(STAMP) ## Compare every family of transformers with plain generate; 
 	@rm -rf build/zoo
 	-$(PARALLEL) $(BIN)/python -m pytest -q $(WORKERS) -m zoo --tb=line tests/zoo/test_every_family.py $(ARGS)
 	$(BIN)/python -m scripts.families_page
+
+test-vllm-zoo: $(VLLM_ENV)/.installed ## Compare every causal family that vLLM has with its own backends; write docs/design/families.md (an hour)
+	@rm -rf build/zoo-vllm
+	-$(PARALLEL) $(VLLM_ENV)/bin/python -m pytest -q -n auto --maxprocesses 4 -m zoo --tb=line tests/zoo/vllm/test_every_family.py $(ARGS)
+	$(VLLM_ENV)/bin/python -m scripts.families_page --vllm
 
 clean: ## Remove caches and build output (keeps .venv and model weights)
 	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis .benchmarks htmlcov .coverage

@@ -1,7 +1,8 @@
 """Writes docs/design/families.md from what `pytest -m zoo` has left in build/zoo/, and says what must not be.
 
-python -m scripts.families_page            # the whole page
+python -m scripts.families_page            # the whole page, but for the table of vLLM
 python -m scripts.families_page --sample   # only the table of what is tested on every change, from tests/zoo/sample.py
+python -m scripts.families_page --vllm     # only the table of vLLM, from build/zoo-vllm/
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from tests.zoo.tiny import CAUSAL
 
 ROOT = Path(__file__).parent.parent
 RESULTS, PAGE = ROOT / "build" / "zoo", ROOT / "docs" / "design" / "families.md"
+VLLM_RESULTS = ROOT / "build" / "zoo-vllm"
 HEADINGS = {
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": "Causal language models",
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES": "Encoder-decoder and speech models",
@@ -136,16 +138,57 @@ def with_sample(text: str) -> str:
     return f"{before}\n\n{SAMPLE}\n{SAMPLE_TEXT}" + "\n".join(lines) + f"\n\n## {HEADINGS[CAUSAL]}{after}"
 
 
+VLLM = "## Under vLLM"
+VLLM_TEXT = """
+`make test-vllm-zoo` makes each causal family of transformers that vLLM {version} has tiny, and asks vLLM's CPU build twice:
+with its own backends, and with kvrecall's and a budget that covers everything. Prompts are read in passes of 256 tokens and
+found in the cache of prefixes. In fp32, answers are equal unless two tokens are equally likely; in bf16, which some of vLLM's
+kernels need on a CPU, unless they are within 0.15 of log-probability.
+
+| outcome | meaning | families |
+|---|---|---:|
+{counts}
+
+| family | class | outcome | dtype | message |
+|---|---|---|---|---|
+"""
+VLLM_MEANINGS = {
+    "equal": "the tokens of vLLM's own backends",
+    "refused": "a reason of kvrecall's before the first prompt",
+    "not made": "transformers cannot make the tiny model, or vLLM's own backends fail with it on a CPU",
+    "fault": "anything else",
+}
+
+
+def with_vllm(text: str, results: list[dict[str, Any]]) -> str:
+    """The page with the table of vLLM at its end."""
+    counts = Counter(each["outcome"] for each in results)
+    told = "\n".join(f"| {name} | {meaning} | {counts[name]} |" for name, meaning in VLLM_MEANINGS.items())
+    lines = [
+        f"| `{each['name']}` | {each['model_class']} | {each['outcome']} | {each['dtype']} | {cell(each['message'])} |"
+        for each in sorted(results, key=lambda each: each["name"].lower())
+    ]
+    head = VLLM_TEXT.format(version=results[0]["version"], counts=told)
+    return f"{text.partition(VLLM)[0].rstrip()}\n\n{VLLM}\n{head}" + "\n".join(lines) + "\n"
+
+
 def main() -> int:
     if "--sample" in sys.argv[1:]:
         PAGE.write_text(with_sample(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
         return 0
-    results = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
+    vllm = "--vllm" in sys.argv[1:]
+    results = [json.loads(path.read_text()) for path in sorted((VLLM_RESULTS if vllm else RESULTS).glob("*.json"))]
     if not results:
-        print("families_page: build/zoo is empty; run `pytest -m zoo tests/zoo` first", file=sys.stderr)
+        print("families_page: no results; run `make test-zoo` or `make test-vllm-zoo`", file=sys.stderr)
         return 2
-    PAGE.parent.mkdir(parents=True, exist_ok=True)
-    PAGE.write_text(with_sample(page(results)), encoding="utf-8")
+    before = PAGE.read_text(encoding="utf-8")
+    if vllm:
+        PAGE.write_text(with_vllm(before, results), encoding="utf-8")
+        faults = [each["name"] for each in results if each["outcome"] == "fault"]
+        print(f"{len(results)} families of vLLM, {len(faults)} faults: {', '.join(faults)}")
+        return int(bool(faults))
+    made = with_sample(page(results)).rstrip()
+    PAGE.write_text("\n\n".join([made, *(VLLM + part.rstrip() for part in before.split(VLLM)[1:])]) + "\n", encoding="utf-8")
     faults = [r["name"] for r in results if outcome(r) == "fault"]
     not_made = [r["name"] for r in results if r["outcome"] == "not made"]
     print(f"{len(results)} families, {len(faults)} faults, {len(not_made)} not made -> {PAGE.relative_to(ROOT)}")

@@ -135,7 +135,7 @@ def unloaded(*_: object, **__: object) -> None:
 @pytest.mark.parametrize(
     "out", ["none/out.json", "log.txt/out.json", "", "x" * 300 + ".json"], ids=["none", "file", "folder", "long"]
 )
-@pytest.mark.parametrize("verb", ["tune", "calibrate", "trace", "report"])
+@pytest.mark.parametrize("verb", ["tune", "trigger-threshold", "trace", "report"])
 def test_a_place_that_cannot_be_written_is_told_before_a_model_is_loaded(
     cli: Cli, tiny: Path, document: Path, tmp_path: Path, verb: str, out: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,7 +146,7 @@ def test_a_place_that_cannot_be_written_is_told_before_a_model_is_loaded(
     target = tmp_path / out if out else folder
     calls: dict[str, tuple[object, ...]] = {
         "tune": ("tune", "--text", document, "--out", target),
-        "calibrate": ("calibrate", document, "--out", target),
+        "trigger-threshold": ("trigger-threshold", document, "--out", target),
         "trace": ("trace", target, document),
         "report": ("report", folder, "--out", target),
     }
@@ -178,7 +178,9 @@ def test_a_stride_that_cannot_be_is_told_before_a_model_is_loaded(
     cli: Cli, tiny: Path, document: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvrecall.models.load", unloaded)
-    assert "stride: expected a number of steps >= 1, got 0.0" in cli.error("calibrate", document, "-m", tiny, "--stride", 0)
+    assert "stride: expected a number of steps >= 1, got 0.0" in cli.error(
+        "trigger-threshold", document, "-m", tiny, "--stride", 0
+    )
 
 
 def test_a_run_grows_and_says_what_was_full_attention(cli: Cli, tiny: Path, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ VERBS = {
     "recall": ["--method", "--set", "--truth", "--window"],
     "eval": ["--tasks", "--methods", "--budgets", "--context", "--depths", "--temperature", "--top-p", "--shard", "-m"],
     "tune": ["--mass", "--floor", "--tokens", "--steps", "--stride", "--out"],
-    "calibrate": ["--stride", "--tokens", "--compare", "--max-stride", "--out"],
+    "trigger-threshold": ["--stride", "--tokens", "--compare", "--max-stride", "--out"],
     "trace": ["--tokens", "--steps", "--layers", "--continue", "--observe"],
 }
 
@@ -56,7 +56,8 @@ def test_absurd_values_are_results_or_one_line(
     calls: dict[str, tuple[object, ...]] = {
         "generate": ("generate", "boat", "-m", tiny), "plan": ("plan", "-m", tiny), "recall": ("recall", "none"),
         "eval": ("eval", "-m", tiny, "--out", tmp_path / "run"), "tune": ("tune", "--text", document, "-m", tiny),
-        "calibrate": ("calibrate", document, "-m", tiny), "trace": ("trace", tmp_path / "t", document, "-m", tiny),
+        "trigger-threshold": ("trigger-threshold", document, "-m", tiny),
+        "trace": ("trace", tmp_path / "t", document, "-m", tiny),
     }  # fmt: skip
     for option in VERBS[verb]:
         for value in ABSURD:

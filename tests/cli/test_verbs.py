@@ -55,7 +55,24 @@ def test_plan(cli: Cli, tiny: Path) -> None:
     assert told["context_tokens"] == 131072 and told["batch"] == 2 and told["summary_bytes"] == 0
     assert cli.json("plan", "--context", "128k")["summary_bytes"] > 0
     shown = cli("plan", "-m", tiny, "--context", "1_000").stdout
-    assert "1,000 tokens" in shown and "full attention" in shown and "available" in shown
+    assert "1,000 tokens" in shown and "full attention" in shown and "available" in shown and "yes; the longest" in shown
+
+
+def test_plan_for_a_gpu_that_is_not_here(cli: Cli, tiny: Path) -> None:
+    """It holds weights, a chunk's activations and the cache; the longest context and most sequences are those that fit."""
+    asked = ["plan", "-m", tiny, "--batch", 2, "--device-memory"]
+    told = cli.json(*asked, "24GiB", "--context", "8k")
+    assert told["fits_device"] and told["available_device_bytes"] == 24 << 30 and told["longest_context"] == 16384
+    beside = told["weight_bytes"] + told["activation_bytes"]
+    tight = beside + told["device_bytes"]
+    assert cli.json(*asked, tight, "--context", "8k")["fits_device"]
+    small = cli.json(*asked, tight - 1, "--context", "8k")
+    assert not small["fits_device"] and 0 < small["longest_context"] < 8192 and small["most_sequences"] == 1
+    longest = small["longest_context"]
+    assert cli.json(*asked, tight - 1, "--context", longest)["fits_device"]
+    assert not cli.json(*asked, tight - 1, "--context", longest + 1)["fits_device"]
+    assert "NO; the longest context is" in cli(*asked, tight - 1, "--context", "8k").stdout
+    assert "NO: the model and one token do not" in cli(*asked, 1 << 16).stdout
 
 
 def test_plan_of_vllm(cli: Cli, tiny: Path) -> None:
@@ -74,7 +91,7 @@ def test_plan_of_rows_in_eight_bits(cli: Cli, tiny: Path) -> None:
     asked = ["plan", "-m", tiny, "--context", "1_000"]
     plain, small = (cli.json(*asked, *form) for form in ((), ("--host-rows", "fp8")))
     assert small["host_bytes"] < 0.6 * plain["host_bytes"] and small["device_bytes"] == plain["device_bytes"]
-    assert "in eight bits" in cli(*asked, "--host-rows", "fp8").stdout and "eight" not in cli(*asked).stdout
+    assert "in eight bits" in cli(*asked, "--host-rows", "fp8").stdout and "in eight" not in cli(*asked).stdout
     assert "--host-rows: expected plain with vLLM, got 'fp8'" in cli.error(*asked, "--host-rows", "fp8", "--engine", "vllm")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from transformers import LlamaConfig
 
 import kvrecall
-from kvrecall import engine
+from kvrecall import engine, models
 from kvrecall.cache.blocks import block_size_on
 from kvrecall.cache.device_memory import SPARE_BYTES
 from kvrecall.core.errors import ParameterError
@@ -94,7 +95,8 @@ def test_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
         return engine.plan(LLAMA_8B, context_tokens=10_000, method=kvrecall.ParisKV()).fits_host
 
     made = engine.plan(LLAMA_8B, context_tokens=10_000, method=kvrecall.ParisKV())
-    need = made.host_bytes + (0 if torch.cuda.is_available() else made.device_bytes)
+    beside = made.weight_bytes + made.activation_bytes
+    need = made.host_bytes + (0 if torch.cuda.is_available() else made.device_bytes + beside)
     assert fits(need) and not fits(need - 1)
 
 
@@ -114,7 +116,7 @@ def test_rows_of_layers_that_search_nothing_are_counted_where_they_fit(
     plain = engine.plan(LLAMA_8B, context_tokens=10_000, method=method, batch=2)  # blocks of a GPU are smaller
     assert plain.device_row_bytes == 0
     each = plain.host_bytes // 32
-    free = plain.device_bytes + SPARE_BYTES + spare_layers * each
+    free = plain.weight_bytes + plain.activation_bytes + plain.device_bytes + SPARE_BYTES + spare_layers * each
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, free))
     made = engine.plan(LLAMA_8B, context_tokens=10_000, method=method, batch=2)
     near = min(spare_layers, dense)
@@ -129,3 +131,16 @@ def test_rows_of_layers_that_search_nothing_are_counted_where_they_fit(
 def test_impossible_plans(change: dict[str, Any]) -> None:
     with pytest.raises(ParameterError, match=next(iter(change))):
         engine.plan(LLAMA_8B, **{"context_tokens": 10, "method": kvrecall.Full(), **change})
+
+
+def test_weights_count_as_they_are_loaded(tmp_path: Path) -> None:
+    """Those of a quantised folder take what its files take."""
+    assert engine.plan(LLAMA_8B, context_tokens=100, method=kvrecall.ParisKV()).weight_bytes > 11 * 10**9
+    quantised = LlamaConfig(quantization_config={"quant_method": "fp8"})
+    (tmp_path / "config.json").write_text("{}")
+    for name, count in {"a.safetensors": 700, "b.safetensors": 300, "c.json": 50}.items():
+        (tmp_path / name).write_bytes(bytes(count))
+    assert models.quantised_bytes(tmp_path, quantised) == 1000
+    assert models.quantised_bytes(tmp_path, LLAMA_8B) is None
+    made = engine.plan(LLAMA_8B, context_tokens=100, method=kvrecall.ParisKV(), weight_bytes=1000)
+    assert made.weight_bytes == 1000

@@ -18,7 +18,7 @@ from kvrecall.cli.read import read
 from kvrecall.cli.serve import serve
 from kvrecall.cli.sessions import sessions
 from kvrecall.cli.trace import recall, trace
-from kvrecall.cli.tune import calibrate, statistics, tune
+from kvrecall.cli.tune import statistics, trigger_threshold, tune
 
 app = typer.Typer(
     name="kvrecall",
@@ -46,8 +46,9 @@ def _main(
     pass
 
 
-for verb in (ask, chat, read, generate, serve, demo, plan, info, trace, recall, calibrate, statistics, tune, report):
+for verb in (ask, chat, read, generate, serve, demo, plan, info, trace, recall, trigger_threshold, statistics, tune, report):
     app.command()(verb)
+app.command("calibrate", hidden=True, deprecated=True)(trigger_threshold)
 app.command("eval")(evaluate)
 app.add_typer(models, name="models")
 app.add_typer(sessions, name="sessions")

@@ -1,4 +1,4 @@
-"""`kvrecall tune`, `calibrate` and `statistics`: what is found once for a model, on a text."""
+"""`kvrecall tune`, `trigger-threshold` and `statistics`: what is found once for a model, on a text."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _show_budgets(result: Result) -> None:
 
 
 @verb
-def calibrate(
+def trigger_threshold(
     files: Annotated[
         list[Path] | None, typer.Argument(help="Texts like those to come, read one after the other; or give --tasks.")
     ] = None,
@@ -118,7 +118,7 @@ def calibrate(
     check_stride(stride)
     trigger = SemanticBoundary(compare=compare, max_stride=max_stride)  # type: ignore[arg-type]
     if (not files) == (tasks is None):
-        raise ParameterError("calibrate", "texts or --tasks", "both" if files else "neither", "Give one of the two.")
+        raise ParameterError("trigger-threshold", "texts or --tasks", "both" if files else "neither", "Give one of the two.")
     text = read_texts(files) if files else ""
     limit = None if tokens is None else options.token_count(tokens, "--tokens")
     names = tuple(options.comma_separated(tasks or ""))

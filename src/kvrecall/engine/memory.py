@@ -5,7 +5,8 @@ The numbers for vLLM are those of its worker.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from kvrecall.backends.memory import MemoryPlan, bytes_to_grow
-from kvrecall.backends.transformers.families import ModelSignature, attending_layers
+from kvrecall.backends.transformers.families import ModelSignature, attending_layers, context_limit
 from kvrecall.cache.blocks import block_size_on
 from kvrecall.cache.device_memory import SPARE_BYTES, free_device_bytes
 from kvrecall.cache.host_memory import available_host_bytes
@@ -21,6 +22,7 @@ from kvrecall.core.errors import HostMemoryError, ParameterError
 from kvrecall.core.fp8 import check_host_rows
 from kvrecall.core.launch import cdiv
 from kvrecall.engine.generate_args import GenerateArgs
+from kvrecall.engine.prefill import default_chunk_size
 from kvrecall.index.base import LayerShape
 from kvrecall.methods.base import Method
 from kvrecall.step.capacity import Capacity, Division, ahead_of, scratch_bytes
@@ -31,6 +33,9 @@ from kvrecall.step.settings import BLOCK_TOKENS, FP8, Settings, row_dtype_of
 class Plan:
     """Bytes of a context under a method, and under full attention. `*_per_token` sum over layers and KV heads.
 
+    weight_bytes: of the model. activation_bytes: about as much as a chunk of a prompt takes besides. available_device_bytes:
+    for everything on the GPU; None without one. longest_context: of `batch` sequences that fit, most_sequences: of
+    `context_tokens` tokens; both count device and host, and 0 means that the model itself does not fit.
     host_bytes_per_token: of rows, on host or device. device_row_bytes: rows of layers without search on the GPU, as far as they
     fit. host_bytes: the other rows. device_bytes: everything on the device. map_bytes: the maps of the model's keys, shared by
     all sequences (docs/design/statistics.md). session_bytes: of a saved session on disk: whole blocks of rows, window, and
@@ -44,6 +49,8 @@ class Plan:
     kv_heads: int
     head_dim: int
     dtype: str
+    weight_bytes: int
+    activation_bytes: int
     host_bytes_per_token: int
     summary_bytes_per_token: float
     host_bytes: int
@@ -59,6 +66,8 @@ class Plan:
     fits_host: bool
     fits_device: bool | None
     full_attention_fits_device: bool | None
+    longest_context: int
+    most_sequences: int
 
     def to_dict(self) -> dict[str, Any]:
         """As a JSON-able dictionary."""
@@ -67,32 +76,72 @@ class Plan:
 
 def plan(
     config: PretrainedConfig, *, context_tokens: int, method: Method, batch: int = 1, dtype: torch.dtype = torch.bfloat16,
-    host_rows: Literal["plain", "fp8"] = "plain",
+    host_rows: Literal["plain", "fp8"] = "plain", device_memory: int | None = None, weight_bytes: int | None = None,
 ) -> Plan:  # fmt: skip
-    """Device and host bytes of a cache of `batch` sequences of `context_tokens` tokens; model weights are not included.
-    host_rows: as in `RetrievalCache`."""
+    """Device and host bytes of a cache of `batch` sequences of `context_tokens` tokens, beside the model.
+
+    host_rows: as in `RetrievalCache`. device_memory: of a GPU, for everything; None: what this machine's GPU has free, if it
+    has one. weight_bytes: of the weights as they are loaded; None: of the config's numbers in `dtype`.
+    """
     check_host_rows(host_rows)
     _check_counts(context_tokens=context_tokens, batch=batch)
-    model, numbers = ModelSignature.of(config), attending_layers(config)
-    device_free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
-    where = torch.device("cpu" if device_free is None else "cuda")  # decides the block size
-    small = host_rows == "fp8"
-    shape = LayerShape(batch, model.query_heads, model.kv_heads, model.head_dim, dtype, where, fp8_rows=small)
-    room = None if device_free is None else device_free - SPARE_BYTES
-    need = MemoryPlan.of(method, shape, numbers, context_tokens, room)
+    if device_memory is None and torch.cuda.is_available():
+        device_memory = torch.cuda.mem_get_info()[0]
+    model, host_free = ModelSignature.of(config), available_host_bytes()
+    where = torch.device("cpu" if device_memory is None else "cuda")  # decides the block size
+    weights = _parameters(config) * dtype.itemsize if weight_bytes is None else weight_bytes
+
+    def shape_of(sequences: int) -> LayerShape:
+        small = host_rows == "fp8"
+        return LayerShape(sequences, model.query_heads, model.kv_heads, model.head_dim, dtype, where, fp8_rows=small)
+
+    def needed(tokens: int, sequences: int) -> tuple[MemoryPlan, int, int]:
+        """Of the cache; bytes of everything on the GPU, 0 without one; and on the host."""
+        beside = weights + _activation_bytes(config, shape_of(sequences))
+        room = None if device_memory is None else device_memory - beside - SPARE_BYTES
+        need = MemoryPlan.of(method, shape_of(sequences), attending_layers(config), tokens, room)
+        rows, rest = need.host_token_bytes * need.zone_tokens * sequences, need.device_bytes + beside
+        return (need, 0, rows + rest) if device_memory is None else (need, rest, rows)
+
+    def fits(tokens: int, sequences: int) -> bool:
+        _, device, host = needed(tokens, sequences)
+        return device <= (device_memory or 0) and host <= host_free
+
+    need, device, host = needed(context_tokens, batch)
     per_token, zone, block = need.host_token_bytes + need.device_token_bytes, need.zone_tokens, block_size_on(where)
-    host, on_device = (each * zone * batch for each in (need.host_token_bytes, need.device_token_bytes))
-    full = shape.token_bytes * need.layers * context_tokens * batch
-    host_free = available_host_bytes()
+    full, activations = need.shape.token_bytes * need.layers * context_tokens * batch, _activation_bytes(config, need.shape)
     return Plan(
         method.name, context_tokens, batch, need.layers, model.kv_heads, model.head_dim, str(dtype).removeprefix("torch."),
-        per_token, need.summary_bytes // batch / max(1, zone), host, need.summary_bytes, need.map_bytes, need.window_bytes,
-        on_device, need.device_bytes, full, per_token * cdiv(zone, block) * block * batch + need.growing_bytes,
-        host_free, device_free,
-        host <= host_free if device_free is not None else host + need.device_bytes <= host_free,
-        None if device_free is None else need.device_bytes <= device_free,
-        None if device_free is None else full <= device_free,
+        weights, activations, per_token, need.summary_bytes // batch / max(1, zone),
+        need.host_token_bytes * zone * batch, need.summary_bytes, need.map_bytes, need.window_bytes,
+        need.device_token_bytes * zone * batch, need.device_bytes, full,
+        per_token * cdiv(zone, block) * block * batch + need.growing_bytes, host_free, device_memory, host <= host_free,
+        None if device_memory is None else device <= device_memory,
+        None if device_memory is None else full + weights + activations <= device_memory,
+        _largest(lambda tokens: fits(tokens, batch), context_limit(config) or _LONGEST),
+        _largest(lambda sequences: fits(context_tokens, sequences), _MOST_SEQUENCES),
     )  # fmt: skip
+
+
+_LONGEST, _MOST_SEQUENCES = 1 << 24, 1024
+"""Bounds of what a plan tries."""
+
+
+def _largest(fits: Callable[[int], bool], most: int) -> int:
+    """The largest number up to `most` that fits, as all smaller ones do; 0 if none does."""
+    return bisect_left(range(1, most + 1), True, key=lambda number: not fits(number))
+
+
+def _activation_bytes(config: PretrainedConfig, shape: LayerShape) -> int:
+    """About what a chunk of a prompt takes at most: hidden states, a layer's MLP and its attention, with outputs in fp32."""
+    text: Any = config.get_text_config(decoder=True)
+    tokens = default_chunk_size(shape.device.type, shape.sequences) * shape.sequences
+    hidden = text.hidden_size
+    wide = getattr(text, "intermediate_size", None) or 4 * hidden
+    if experts := getattr(text, "num_experts_per_tok", None):
+        wide = max(wide, experts * (getattr(text, "moe_intermediate_size", None) or wide))
+    heads = shape.query_heads * shape.head_dim
+    return tokens * (shape.dtype.itemsize * (4 * hidden + 3 * wide + 2 * heads) + 4 * 2 * heads)
 
 
 def _check_counts(**counts: int) -> None:

@@ -93,9 +93,12 @@ def read_chunk(
 
 def chunk_size(model: PreTrainedModel, chunk_tokens: int | None, sequences: int) -> int:
     """Tokens per chunk of each prompt: chunk_tokens, or a default for the device, smaller for many sequences."""
-    if chunk_tokens is not None:
-        return chunk_tokens
-    return max(_LEAST_CHUNK, _CHUNK_TOKENS.get(model.device.type, 0) // max(1, sequences))
+    return default_chunk_size(model.device.type, sequences) if chunk_tokens is None else chunk_tokens
+
+
+def default_chunk_size(device: str, sequences: int) -> int:
+    """Tokens per chunk of each of so many prompts, on a type of device."""
+    return max(_LEAST_CHUNK, _CHUNK_TOKENS.get(device, 0) // max(1, sequences))
 
 
 def check_prompt(model: PreTrainedModel, input_ids: Tensor, chunk_tokens: int | None, attention_mask: Tensor | None) -> None:

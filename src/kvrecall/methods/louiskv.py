@@ -15,7 +15,7 @@ class LouisKV(Method):
     """Searches only where the query turns, over clusters of the prompt and segments of generated tokens.
 
     1. A step searches if the cosine between its query and the one before, averaged over the heads, is below `threshold`
-       (tau), per layer and sequence; otherwise the selection stays. `kvrecall calibrate` finds tau for a given stride.
+       (tau), per layer and sequence; otherwise the selection stays. `kvrecall trigger-threshold` finds tau for a given stride.
     2. The prompt's keys form k-means clusters of `cluster_tokens` in the mean; generated tokens form segments that end at
        the same turns, or after `max_segment_tokens`. Tokens leave the window by whole segments.
     3. Units are ranked by the mean over the group of the softmax of q · mean key; the budget is filled by token.

@@ -27,6 +27,7 @@ _MOST_LAYERS = 1000
 """Deeper configs are mistakes; the deepest published models have fewer than 200 layers."""
 _ELEMENTS_PER_BYTE = 8
 """Weights per byte of file, at most: one bit each, which no format goes below."""
+_WEIGHTS = (".safetensors", ".bin")
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SETTINGS = ("config.json", "generation_config.json", "special_tokens_map.json", "tokenizer_config.json", *_INDEXES)
 
@@ -74,11 +75,30 @@ def load_config(spec: str | Path, offline: bool = False) -> Any:
         return config
 
 
+def quantised_bytes(spec: str | Path, config: Any) -> int | None:
+    """Bytes of the weights' files of a folder or hub repository, if its config tells of a quantisation, so that a model takes
+    as many when it is loaded. None otherwise, or if the hub does not answer."""
+    if getattr(config, "quantization_config", None) is None:
+        return None
+    source = resolve(spec)
+    if source.path is not None:
+        return sum(path.stat().st_size for path in _weights(source.path)) if source.path.is_dir() else None
+    from huggingface_hub import HfApi
+
+    with contextlib.suppress(Exception):
+        files = HfApi().model_info(source.spec, files_metadata=True).siblings or []
+        return sum(file.size or 0 for file in files if file.rfilename.endswith(_WEIGHTS)) or None
+    return None
+
+
+def _weights(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.suffix in _WEIGHTS and path.is_file()]
+
+
 def _load_folder(spec: str, folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     with _reading(spec, "could not be loaded", "It needs config, weights and tokenizer, whole and of one model."):
         config = _folder_config(folder)
-        weights = [path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin") and path.is_file()]
-        _check_config(config, sum(path.stat().st_size for path in weights))
+        _check_config(config, sum(path.stat().st_size for path in _weights(folder)))
         return _read(folder, config, dtype, {})
 
 

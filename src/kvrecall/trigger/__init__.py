@@ -76,7 +76,7 @@ class SemanticBoundary(Part):
     threshold: one for all layers (the paper), or one per layer, by number: layers turn at very different rates.
     compare: "previous" takes q_ref from the step before (the paper), "retrieval" from the last step that fired, which also
     notices a slow drift. max_stride: fires after that many steps without a boundary; None: never.
-    `kvrecall calibrate` finds the threshold for a wanted mean stride.
+    `kvrecall trigger-threshold` finds the threshold for a wanted mean stride.
     """
 
     role: ClassVar[str] = "trigger"
@@ -91,7 +91,7 @@ class SemanticBoundary(Part):
         thresholds = self.threshold if isinstance(self.threshold, tuple) else (self.threshold,)
         if not thresholds or not all(isinstance(x, int | float) and -1 <= x <= 1 for x in thresholds):
             expected = "a cosine in [-1, 1], or one per layer"
-            raise ParameterError("threshold", expected, self.threshold, "`kvrecall calibrate` finds one.")
+            raise ParameterError("threshold", expected, self.threshold, "`kvrecall trigger-threshold` finds one.")
         if self.compare not in ("previous", "retrieval"):
             raise UnknownNameError("reference query", str(self.compare), ("previous", "retrieval"))
         if self.max_stride is not None and (not isinstance(self.max_stride, int) or self.max_stride < 1):

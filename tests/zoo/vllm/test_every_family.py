@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
@@ -62,7 +63,7 @@ def last_line(text: str) -> str:
     """What an engine that ends says at last; kvrecall's own word, if it has one."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     own = [line for line in lines if line.startswith("kvrecall: ")]
-    errors = [line.rpartition("]")[2].strip() for line in lines if "Error" in line and "]" in line]
+    errors = [line.rpartition("] ")[2].removeprefix("[rank0]:").strip() for line in lines if re.search(r"[a-z]Error: ", line)]
     return (own or errors or lines or [""])[-1]
 
 
@@ -113,17 +114,17 @@ def compared(family: Family, folder: Path) -> Found:
         found.message = f"{type(error).__name__}: {error}"
         return found
     expected: dict[str, Any] | str = ""
-    for found.dtype in TIES:  # noqa: B020
+    for found.dtype in TIES:
         expected = answers(folder, found.dtype, None)
-        if isinstance(expected, dict):
+        if isinstance(expected, dict) or not re.search("bf16|dtype|bfloat|float", expected, re.IGNORECASE):
             break
     if isinstance(expected, str):
         found.message = f"vLLM's own backends: {expected}"
         return found
     made = answers(folder, found.dtype, OURS)
     if isinstance(made, str):
-        refused = made.startswith("kvrecall: ")
-        found.outcome, found.message = ("refused", made.removeprefix("kvrecall: ")) if refused else ("fault", made)
+        refused = made.startswith(("kvrecall: ", "kvrecall.core.errors."))
+        found.outcome, found.message = ("refused", made.split(": ", 1)[1]) if refused else ("fault", made)
         return found
     found.message = difference(made, expected, TIES[found.dtype]) or ("" if made["searches"] else "nothing was searched")
     found.outcome = "fault" if found.message else "equal"

@@ -165,8 +165,12 @@ def rotaries_of_config(config: PretrainedConfig) -> Rotaries:
     """The rotary embeddings of a model of this config. Raises StatisticsError if one cannot be found."""
     text: Any = deepcopy(config.get_text_config(decoder=True))
     heads = Heads.of(text, 0)
-    text.head_dim = heads.dim
-    for name, size in _NARROW.items():
+    narrow = dict(_NARROW)
+    try:
+        text.head_dim = heads.dim
+    except AttributeError:  # Falcon's config computes it
+        del narrow["hidden_size"]
+    for name, size in narrow.items():
         if hasattr(text, name):
             setattr(text, name, size)
     text.pad_token_id = text.bos_token_id = text.eos_token_id = None
