@@ -101,7 +101,7 @@ def test_a_budget_that_covers_everything_gives_vllm_s_own_tokens(name: str, mode
     how: dict[str, Any] = {
         "dtype": DTYPES.get(name, "float32"),
         "block_size": BLOCKS.get(name, 512),
-        "max_num_batched_tokens": 512,
+        "max_num_batched_tokens": 516,  # a block, and four tokens beside it
     }
     job = TWICE | {"sampling": {"temperature": 0, "logprobs": 2}}
     expected = answers(models / name, job, None, **how)
@@ -161,3 +161,38 @@ def test_states_that_no_block_holds_are_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(recurrent, "AttentionBackend", object)
     with pytest.raises(KVRecallError, match=r"Use vLLM 0\.32 or 0\.33"):
         recurrent.tokens_of_states(None, 100)
+
+
+def test_a_block_that_does_not_fit_beside_decoding_is_read_in_parts() -> None:
+    """vLLM would put a longer prompt off until nobody decodes."""
+    from kvrecall.backends.vllm.scheduler import Scheduler
+
+    scheduler: Any = object.__new__(Scheduler)
+    vars(scheduler).update(
+        cache_config=SimpleNamespace(block_size=512), block_size=512, hash_block_size=512, num_hash_lookahead_tokens=0,
+        mamba_partial_cache_hit=False, mamba_has_prefill_checkpoint_blocks=False, mamba_prefill_checkpoint_alignment=None,
+        mamba_shared_prefix_checkpoint=False, use_eagle_block_drop=False, max_num_scheduled_tokens=512, max_num_running_reqs=4,
+        scheduler_config=SimpleNamespace(long_prefill_token_threshold=0), num_spec_tokens=0,
+    )  # fmt: skip
+
+    def read(computed: int, room: int) -> int:
+        request = SimpleNamespace(num_computed_tokens=computed, num_prompt_tokens=1300, num_tokens=1300, shared_prefix_boundary=0)
+        return scheduler._mamba_block_aligned_split(request, room)
+
+    assert read(0, 512) == 512
+    assert read(0, 511) == 511
+    assert read(511, 511) == 1  # states are kept at the ends of blocks
+    assert read(512, 300) == 300 and read(812, 100) == 100
+    scheduler.max_num_scheduled_tokens = 1024
+    assert read(0, 511) == 0, "a block fits into the next pass"
+
+
+def test_rows_of_a_trial_are_few_tokens() -> None:
+    from kvrecall.backends.vllm.engine_state import EngineState
+    from kvrecall.index.base import LayerShape
+
+    engine: Any = object.__new__(EngineState)
+    engine._growth = None
+    shape = LayerShape(1, 4, 2, 64, torch.float32, torch.device("cpu"))
+    assert len(engine.row_blocks(64, shape, 128).rows) == 16
+    assert len(engine.row_blocks(64, shape, 8192).rows) == 1

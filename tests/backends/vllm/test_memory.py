@@ -125,6 +125,8 @@ def test_requests_of_a_warm_up_take_one_block_per_cache_group() -> None:
     use_few_blocks(told, ())
     assert told.scheduled_new_reqs[0].block_ids == ([0, 0], [1]) and cached.new_block_ids == [None, ([0], [1, 1])]
     assert highest_block(told, {0, 1}) == 1
+    use_few_blocks(told, (), 1)  # recurrent layers compute nothing with block 0
+    assert told.scheduled_new_reqs[0].block_ids == ([1, 1], [2]) and cached.new_block_ids == [None, ([1], [2, 2])]
 
 
 def test_blocks_that_a_pass_hands_out_empty_to_other_backends() -> None:
@@ -195,3 +197,20 @@ def test_a_pass_s_last_token_has_the_pages_that_it_attends_to() -> None:
         assert manager._unneeded(2049 + ahead) == 0
         assert manager._unneeded(2050 + ahead) == (2050 - 1024) // 128
     assert manager._unneeded(1) == 0
+
+
+def test_blocks_have_128_tokens_unless_the_user_says_otherwise() -> None:
+    pytest.importorskip("vllm")
+    from vllm.config import VllmConfig
+    from vllm.platforms.interface import Platform
+
+    from kvrecall.backends.vllm.backend import of_pages
+    from kvrecall.backends.vllm.checks import choose_block_size
+    from kvrecall.backends.vllm.window import WindowBackend
+
+    if hasattr(Platform, "_preferred_block_size_for_backends"):  # what vLLM takes on a GPU, if nothing is said
+        assert Platform._preferred_block_size_for_backends([of_pages(300, 64), WindowBackend], 16, VllmConfig()) == 64
+    for device, said, size in [("cuda", False, 128), ("cuda", True, 16), ("cpu", False, 16)]:
+        cache = SimpleNamespace(block_size=16, user_specified_block_size=said)
+        choose_block_size(SimpleNamespace(cache_config=cache, device_config=SimpleNamespace(device_type=device)))
+        assert cache.block_size == size and cache.user_specified_block_size == (said or size == 128)

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvrecall.backends.vllm.refused import is_own
 from kvrecall.core.errors import CompositionError, ParameterError
-from kvrecall.step.settings import FP8, Settings
+from kvrecall.step.settings import BLOCK_TOKENS, FP8, Settings
 
 WORKER = "kvrecall.backends.vllm.worker.Worker"
 _DRAFTS = ("ngram", "suffix")
@@ -36,6 +36,14 @@ def checked(vllm_config: Any) -> Settings:
     if getattr(cache, "user_specified_block_size", False):  # else vLLM asks the backend for a size
         settings.check_block_size(cache.block_size)
     return settings
+
+
+def choose_block_size(vllm_config: Any) -> None:
+    """Blocks of `BLOCK_TOKENS` on a GPU, unless the user said otherwise. vLLM asks a backend only if it is alone; our windows have
+    one of their own, and with two vLLM takes the smallest blocks that both know."""
+    cache = vllm_config.cache_config
+    if on_gpu(vllm_config) and not getattr(cache, "user_specified_block_size", True):
+        cache.block_size, cache.user_specified_block_size = BLOCK_TOKENS, True
 
 
 def on_gpu(vllm_config: Any) -> bool:

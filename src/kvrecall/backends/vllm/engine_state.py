@@ -51,8 +51,9 @@ from kvrecall.step.warmup import Limits
 
 _log = logging.getLogger("vllm.kvrecall")
 
-_TRIAL_BLOCKS = 16
-"""A trial of vLLM uses block 0, or one block per cache group."""
+_TRIAL_BLOCKS, _TRIAL_TOKENS = 16, 2048
+"""A trial of vLLM uses block 0, or one block per cache group. Rows of so many tokens at most, but one block: those of recurrent
+layers are large."""
 
 _engine: EngineState | None = None
 """This process's engine; there is one at a time."""
@@ -99,6 +100,8 @@ class EngineState:
         """vLLM's cache group of every layer."""
         self.others: dict[int, int] = {}
         """Tokens per block of the cache groups of other backends' keys and values."""
+        self.recurrent = False
+        """Whether there are cache groups with states of recurrent layers."""
         self._growth: Growth | None = None
         """Of host memory, when vLLM has allocated its pages."""
         self._compiled, self._warm, self._ready = False, False, False
@@ -152,7 +155,7 @@ class EngineState:
         """Memory for the rows of a layer."""
         growth = self._growth
         if growth is None:  # for a trial: vLLM counts its rows as memory of recorded passes
-            few = min(blocks, _TRIAL_BLOCKS)
+            few = min(blocks, _TRIAL_BLOCKS, max(1, _TRIAL_TOKENS // block_size))
             return RowBlocks(few, shape, block_size, 1, few if shape.device.type == "cuda" else 0)
         made = RowBlocks(blocks, shape, block_size, growth.given, self._on_device, self.division.row_pages)
         growth.hosts.append(made)
@@ -297,6 +300,7 @@ class EngineState:
         self.groups = {name: i for i, group in groups for name in group.layer_names}
         others = [(i, group.kv_cache_spec) for i, group in groups if ours.isdisjoint(group.layer_names)]
         self.others = {i: spec.block_size for i, spec in others if not holds_states(spec)}
+        self.recurrent = any(holds_states(spec) for _, spec in others)
         self.places.cover(kv_cache_config.num_blocks)
         specs = [group.kv_cache_spec for _, group in groups]
         self.division = Division.among(specs, self._config, kv_cache_config.num_blocks)
@@ -339,7 +343,7 @@ class EngineState:
         with torch.inference_mode():
             for impl in self.impls:
                 impl.prepare()
-            self.commit(1 + max(self.groups.values()))  # vLLM's own warm-up uses one per group
+            self.commit(2 + max(self.groups.values()))  # vLLM's own warm-up uses one per group, behind block 0
             if self._growth is not None and self.shapes[0].device.type == "cuda":
                 self._growth.touch_ahead(self._at_start)
             passes = 0

@@ -136,12 +136,13 @@ def _check(vllm_config: Any) -> None:
     """Raises errors of `kvrecall.core.errors` for what can be refused before weights are loaded. Then notes which engines start
     together, and chooses kvrecall's scheduler."""
     from kvrecall.backends.vllm import last_line
-    from kvrecall.backends.vllm.checks import checked
+    from kvrecall.backends.vllm.checks import checked, choose_block_size
     from kvrecall.backends.vllm.machine import note_launch
     from kvrecall.backends.vllm.refused import choose_scheduler
 
     with last_line.kept():
         checked(vllm_config)
+    choose_block_size(vllm_config)
     note_launch(vllm_config.parallel_config)
     choose_scheduler(vllm_config)
 

@@ -76,6 +76,15 @@ class _Retrieving:
                 request.next_decode_eligible_step = self.current_step + 2  # `schedule` counts first
         return False
 
+    def _mamba_block_aligned_split(self: Any, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> int:
+        """How many tokens of a prompt a pass reads, in a model with recurrent layers. vLLM reads whole blocks as soon as the
+        largest pass holds one. Ours are as large as summaries need, so a block may not fit beside sequences that decode, and a
+        longer prompt would wait for their end. It is read in parts then, as vLLM reads blocks that fit in no pass."""
+        split = super()._mamba_block_aligned_split  # pyright: ignore[reportAttributeAccessIssue]
+        whole = split(request, num_new_tokens, *args, **kwargs)
+        beside = self.max_num_running_reqs * (1 + self.num_spec_tokens)
+        return whole or (num_new_tokens if self.cache_config.block_size > self.max_num_scheduled_tokens - beside else 0)
+
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Before vLLM looks at the tokens of a pass, ends the requests that the pass had no memory for."""
         if self._watch is None:

@@ -166,7 +166,8 @@ class Worker(StockWorker):
     @torch.inference_mode()
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if self._warms_up:
-            use_few_blocks(scheduler_output, EngineState.of(self.vllm_config).groups_of_windows)
+            engine = EngineState.of(self.vllm_config)
+            use_few_blocks(scheduler_output, engine.groups_of_windows, int(engine.recurrent))
         engine = EngineState.of(self.vllm_config)
         highest = highest_block(scheduler_output, engine.groups_with_rows)
         engine.watch.look()
@@ -211,12 +212,13 @@ def lengths(scheduler_output: Any) -> dict[str, int]:
     return {name: computed[name] + count for name, count in output.num_scheduled_tokens.items()}
 
 
-def use_few_blocks(scheduler_output: Any, windows: Collection[int]) -> None:
-    """Gives the requests of a pass one block per cache group, 0 for the first: others may not have memory yet. Each group needs
-    its own, because a block is the same memory for all groups but those of windows, which get 0."""
+def use_few_blocks(scheduler_output: Any, windows: Collection[int], first: int = 0) -> None:
+    """Gives the requests of a pass one block per cache group, from `first` on: others may not have memory yet. Each group needs
+    its own, because a block is the same memory for all groups but those of windows, which get 0. With block 0 recurrent layers
+    compute nothing, and what happens to be in memory would go on to the next layer."""
 
     def own(ids: Sequence[Sequence[int]]) -> tuple[list[int], ...]:
-        return tuple([0 if group in windows else group] * len(each) for group, each in enumerate(ids))
+        return tuple([0 if group in windows else first + group] * len(each) for group, each in enumerate(ids))
 
     cached = scheduler_output.scheduled_cached_reqs
     for new in scheduler_output.scheduled_new_reqs:
