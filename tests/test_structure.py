@@ -54,7 +54,8 @@ THIRD_PARTY = {
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_cudnn_attention",
     "_attn_implementation", "_attn_implementation_internal", "_can_set_attn_implementation", "_device_mesh", "_global_mapping",
     "_cdata", "_ensure_registered", "_k_scale", "_v_scale",
-    "_current_frames", "_getframe", "_replace", "_update_model_kwargs_for_generation", "_optimize_model_for_decode",
+    "_current_frames", "_getframe", "_replace", "_mamba_block_aligned_split",
+    "_update_model_kwargs_for_generation", "_optimize_model_for_decode",
     "_mask_length",
 }  # fmt: skip
 """Names of torch, transformers, vLLM and Python that have no public form."""

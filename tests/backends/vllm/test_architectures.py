@@ -176,7 +176,9 @@ def test_a_block_that_does_not_fit_beside_decoding_is_read_in_parts() -> None:
     )  # fmt: skip
 
     def read(computed: int, room: int) -> int:
-        request = SimpleNamespace(num_computed_tokens=computed, num_prompt_tokens=1300, num_tokens=1300, shared_prefix_boundary=0)
+        request = SimpleNamespace(
+            num_computed_tokens=computed, num_prompt_tokens=1300, num_tokens=1300, shared_prefix_boundary=0
+        )
         return scheduler._mamba_block_aligned_split(request, room)
 
     assert read(0, 512) == 512

@@ -452,6 +452,34 @@ def test_when_flash_attention_attends_to_windows(
     assert why in told and bool(told) == bool(why)
 
 
+def test_the_library_gets_attention_sinks_where_no_merge_adds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of a merge have none."""
+    from vllm.v1.attention.backends import fa_utils
+
+    from kvrecall.backends.vllm.whole import FlashAttention, WholePasses
+
+    asked: list[Any] = []
+
+    def library(q: torch.Tensor, **how: Any) -> Any:
+        asked.append(how.get("s_aux"))
+        return (q, q.new_zeros(q.shape[1], len(q))) if how.get("return_softmax_lse") else None
+
+    monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda **_: 2)
+    monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", library, raising=False)
+    shape = LayerShape(1, 8, 2, 64, torch.bfloat16, torch.device("cpu"))
+    flash, sinks = FlashAttention(shape, 128, WholePasses(64, 2, 512, 0)), torch.ones(8)
+    q, kv, begins = torch.zeros(3, 8, 64), torch.zeros(3, 2, 64), torch.tensor([0, 3], dtype=torch.int32)
+    rows = torch.zeros(2, 2, 128, 2, 64)
+    for given in (sinks, None):
+        params, asked[:] = AttentionParams(0.125, 0.0, given), []
+        flash.attend(begins, begins[1:], begins.view(1, 2), 3)(rows.flatten(-2), q, params, q)
+        flash.causal(q, kv, kv, begins, 3, params, q)
+        assert [each is given for each in asked] == [True, True]
+        flash.own(q, kv, kv, params)
+        assert list(flash.past(q, rows.to(q.dtype), None, 5, params)) and asked[2:] == [None, None]
+    assert why_not(LayerShape(1, 8, 2, 64, torch.bfloat16, torch.device("cuda", 0)), sinks=True)
+
+
 def test_an_engine_that_ends_takes_no_memory_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[object] = []
     engine = EngineState(CONFIG)

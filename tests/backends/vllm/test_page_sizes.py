@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from kvrecall.backends.vllm.page_sizes import alike
+from kvrecall.core.errors import CompositionError
 
 
 @dataclass(frozen=True)
@@ -36,3 +39,11 @@ def test_a_window_s_block_is_as_small_as_summaries_allow(block: int, width: int,
 def test_without_such_layers_nothing_changes() -> None:
     specs = {"full": Spec(1024, 8 * 89), "recent": Spec(128, 4096, 1024, 1024 * 8 * 89), "state": object()}
     assert alike(specs, {"full", "recent"}) == specs
+
+
+def test_states_beside_sliding_windows_are_refused() -> None:
+    """vLLM aligns the states that it caches to its smallest blocks."""
+    specs: dict[str, Any] = {"full": Spec(1024, 8 * 89), "sliding": Spec(1024, 4096, 1024)}
+    assert alike(specs, {"full"})
+    with pytest.raises(CompositionError, match="recurrent layers and sliding windows"):
+        alike(specs | {"state": SimpleNamespace(mamba_cache_mode="align")}, {"full"})

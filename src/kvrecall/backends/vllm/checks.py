@@ -39,8 +39,8 @@ def checked(vllm_config: Any) -> Settings:
 
 
 def choose_block_size(vllm_config: Any) -> None:
-    """Blocks of `BLOCK_TOKENS` on a GPU, unless the user said otherwise. vLLM asks a backend only if it is alone; our windows have
-    one of their own, and with two vLLM takes the smallest blocks that both know."""
+    """Blocks of `BLOCK_TOKENS` on a GPU, unless the user said otherwise. vLLM asks a backend only if it is alone. Our windows
+    have one of their own, and with two vLLM takes the smallest blocks that both know."""
     cache = vllm_config.cache_config
     if on_gpu(vllm_config) and not getattr(cache, "user_specified_block_size", True):
         cache.block_size, cache.user_specified_block_size = BLOCK_TOKENS, True
@@ -95,6 +95,7 @@ def _check_options(config: Any) -> None:
         "calculate_kv_scales": (
             getattr(cache, "calculate_kv_scales", False), "summaries are of keys that were divided by a scale"
         ),
+        "--use-replayssm": (getattr(cache, "use_replayssm", False), "its warm-up writes to blocks without memory for rows"),
         "multi-head latent attention": (getattr(model, "use_mla", False), "its cache has no keys of its own"),
         "layers that attend within chunks": (
             bool(getattr(model, "attention_chunk_size", None)), "a search would find tokens of other chunks"

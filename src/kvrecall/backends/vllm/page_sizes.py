@@ -12,7 +12,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
+from kvrecall.core.errors import CompositionError
 from kvrecall.core.launch import cdiv, next_power_of_2
+from kvrecall.step.capacity import holds_states
 
 _LEAST = 32
 """Tokens of the smallest block; vLLM's backends need multiples of 16 or 32."""
@@ -20,10 +22,14 @@ _LEAST = 32
 
 def alike(specs: Mapping[str, Any], ours: Collection[str]) -> dict[str, Any]:
     """The cache specs of all layers, by name. Only layers with a sliding window, and kvrecall's beside them, are changed. ours:
-    the names of kvrecall's layers."""
+    the names of kvrecall's layers. Raises CompositionError for a model with recurrent layers as well."""
     windows = {name: spec for name, spec in specs.items() if name not in ours and getattr(spec, "sliding_window", None)}
     if not windows:
         return dict(specs)
+    if any(map(holds_states, specs.values())):
+        why = "vLLM would align states to the smaller blocks of sliding windows"
+        remedy = "Use another attention backend."
+        raise CompositionError("vLLM with kvrecall, recurrent layers and sliding windows in one model", why, remedy)
     page = max(specs[name].page_size_bytes for name in ours)
     for name, spec in windows.items():
         tokens = cdiv(page * spec.block_size, spec.page_size_bytes)
