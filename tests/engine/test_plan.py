@@ -16,6 +16,7 @@ from kvrecall.cache.blocks import block_size_on
 from kvrecall.cache.device_memory import SPARE_BYTES
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.launch import cdiv
+from kvrecall.engine.memory import plan_vllm
 from tests.backends.models import tiny
 from tests.backends.test_transformers import ZONES
 
@@ -144,3 +145,5 @@ def test_weights_count_as_they_are_loaded(tmp_path: Path) -> None:
     assert models.quantised_bytes(tmp_path, LLAMA_8B) is None
     made = engine.plan(LLAMA_8B, context_tokens=100, method=kvrecall.ParisKV(), weight_bytes=1000)
     assert made.weight_bytes == 1000
+    planned = {"context_tokens": 1000, "ranks": 2, "page_bytes": 1 << 30}
+    assert plan_vllm(LLAMA_8B, {"host_memory": 1 << 30}, **planned, weight_bytes=1000).weight_bytes == 500

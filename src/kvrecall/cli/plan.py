@@ -72,9 +72,10 @@ def plan(
     from kvrecall.step.memory import bytes_of
     from kvrecall.step.settings import BLOCK_TOKENS
 
-    shape: Any = {"context_tokens": context_tokens, "batch": batch, "dtype": as_dtype(dtype)}
     with status(f"reading the config of {model}"):
         config = load_config(model)
+        weights = quantised_bytes(model, config)
+    shape: Any = {"context_tokens": context_tokens, "batch": batch, "dtype": as_dtype(dtype), "weight_bytes": weights}
     if device_memory is not None:
         memory_here = bytes_of(device_memory, "--device-memory")
     limit = context_limit(config)
@@ -87,10 +88,7 @@ def plan(
         ).to_dict()  # fmt: skip
         _show_vllm(model, result)
     else:
-        result = memory.plan(
-            config, method=retrieval, **shape, host_rows=host_rows.value, device_memory=memory_here,
-            weight_bytes=quantised_bytes(model, config),
-        ).to_dict()  # fmt: skip
+        result = memory.plan(config, method=retrieval, **shape, host_rows=host_rows.value, device_memory=memory_here).to_dict()
         result |= {"host_rows": host_rows.value}
         _show(model, result)
     return result | {"model_context_tokens": limit}

@@ -209,14 +209,15 @@ def plan_vllm(
     config: PretrainedConfig, given: Mapping[str, Any], *, context_tokens: int, batch: int = 1, ranks: int = 1,
     dtype: torch.dtype = torch.bfloat16, block_size: int = BLOCK_TOKENS, page_bytes: int | None = None,
     passes: int | None = None, num_speculative_tokens: int = 0, kv_cache_dtype: str = "auto", gpu: bool = True,
+    weight_bytes: int | None = None,
 ) -> VllmPlan:  # fmt: skip
     """The plan for `batch` sequences of up to `context_tokens` tokens on `ranks` GPUs by tensor parallelism.
 
     given: settings of kvrecall's backend, as in vLLM's `additional_config`. page_bytes: device memory for pages and rows; None:
     0.9 of this machine's GPU minus weights and scratch. passes: in flight; None: vLLM's default. num_speculative_tokens: draft
     tokens per sequence and decode step, as in vLLM's `speculative_config`; 0: no drafts. kv_cache_dtype: vLLM's: "auto", which
-    is `dtype`, "fp8" or "fp8_e4m3". gpu: False for vLLM on CPUs, whose rows all lie in host memory. Raises errors of
-    `kvrecall.core.errors` for unsupported settings.
+    is `dtype`, "fp8" or "fp8_e4m3". gpu: False for vLLM on CPUs, whose rows all lie in host memory. weight_bytes: as for
+    `plan`, of all ranks. Raises errors of `kvrecall.core.errors` for unsupported settings.
     """
     drafts = num_speculative_tokens
     if drafts < 0:
@@ -231,7 +232,7 @@ def plan_vllm(
     shapes = _shapes(config, model, ranks, dtype, kv_cache_dtype)
     layers, heads = len(shapes), shapes[0].kv_heads
     capacity = Capacity.of(settings, shapes, block_size, context_tokens, passes, ranks, ahead_of(drafts), gpu)
-    weights = _parameters(config) * dtype.itemsize // ranks
+    weights = (_parameters(config) * dtype.itemsize if weight_bytes is None else weight_bytes) // ranks
     here = torch.cuda.mem_get_info()[1] if page_bytes is None and torch.cuda.is_available() else None
     memory = (page_bytes or _PAGE_BYTES) + weights if here is None else int(here * UTILIZATION)
     scratch = scratch_bytes(settings, shapes, batch, context_tokens, memory, block_size, drafts)

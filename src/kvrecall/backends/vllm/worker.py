@@ -165,10 +165,9 @@ class Worker(StockWorker):
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._warms_up:
-            engine = EngineState.of(self.vllm_config)
-            use_few_blocks(scheduler_output, engine.groups_of_windows, int(engine.recurrent))
         engine = EngineState.of(self.vllm_config)
+        if self._warms_up:
+            use_few_blocks(scheduler_output, engine.groups_of_windows, int(engine.recurrent))
         highest = highest_block(scheduler_output, engine.groups_with_rows)
         engine.watch.look()
         if self._counter_writer is not None:
