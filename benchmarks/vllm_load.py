@@ -194,7 +194,7 @@ class Vllm:
 def main() -> None:
     import torch
 
-    from benchmarks.vllm_serving import SHAPE, TINY, engine, version
+    from benchmarks.vllm_serving import SHAPES, engine, version
     from kvrecall.step.settings import BLOCK_TOKENS
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -211,7 +211,7 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=BLOCK_TOKENS, help="tokens of a block of our backend")
     parser.add_argument("--scale", type=float, default=1.0, help="of all lengths of prompts")
     parser.add_argument("--alike", type=float, default=0.0, help="cosine of embeddings, as `vllm_serving.py` has it")
-    parser.add_argument("--tiny", action="store_true", help="a model for a CPU")
+    parser.add_argument("--shape", choices=("8b", "tiny"), default="8b", help="of the model; tiny: for a CPU")
     parser.add_argument("--folder", type=Path, default=Path("build/vllm"))
     parser.add_argument("--out", type=Path, required=True)
     parser.set_defaults(name="8b", layers=0, ranks=1)  # of the engine
@@ -219,7 +219,7 @@ def main() -> None:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     longest = int(args.scale * (_DOCUMENT[1] + _QUESTION[1])) + _ANSWER[1]
     llm = engine(args, max(2048, -(-longest // 1024) * 1024))
-    served = Vllm(llm, (TINY if args.tiny else SHAPE)["vocab_size"], args.scale, 1.0 if args.alike else 0.0)
+    served = Vllm(llm, SHAPES[args.shape]["vocab_size"], args.scale, 1.0 if args.alike else 0.0)
     found = run(served, [[*requests(client, args.each, args.think)] for client in range(args.clients)])
     preempted = int(sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions"))
     told = {

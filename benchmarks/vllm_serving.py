@@ -52,6 +52,14 @@ TINY = SHAPE | {
     "head_dim": 64, "vocab_size": 4096,
 }  # fmt: skip
 """For a try on a CPU."""
+HYBRID = {
+    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "hidden_size": 2048, "num_hidden_layers": 48,
+    "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "vocab_size": 151936, "rms_norm_eps": 1e-6,
+    "intermediate_size": 5632, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_experts": 64,
+    "num_experts_per_tok": 10, "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
+"""Qwen3-Next-80B with an eighth of its experts, so that one GPU holds it: a token takes as many as there."""
+SHAPES = {"8b": SHAPE, "tiny": TINY, "hybrid": HYBRID}
 STEPS = 128
 _FOLLOW_UP = 100
 """Tokens of a question about a cached prompt."""
@@ -155,15 +163,20 @@ def engine(args: argparse.Namespace, longest: int) -> Any:
 
     folder: Path = args.folder / args.name
     folder.mkdir(parents=True, exist_ok=True)
-    shape = TINY if args.tiny else SHAPE
+    shape = SHAPES[args.shape]
     shape = shape | {"num_hidden_layers": args.layers or shape["num_hidden_layers"], "max_position_embeddings": longest}
     (folder / "config.json").write_text(json.dumps(shape))
     settings: dict[str, Any] = {
-        "model": str(folder), "load_format": "seeded", "skip_tokenizer_init": True, "dtype": "bfloat16",
+        "model": str(folder), "skip_tokenizer_init": True, "dtype": "bfloat16",
+        "load_format": "seeded" if shape["model_type"] == "llama" else "dummy",
         "max_model_len": longest, "max_num_seqs": args.most, "max_num_batched_tokens": 8192, "enable_prefix_caching": True,
         "gpu_memory_utilization": args.utilization, "disable_log_stats": False, "tensor_parallel_size": args.ranks,
-        "model_loader_extra_config": {"alike": args.alike}, "kv_cache_dtype": args.cache_dtype,
+        "kv_cache_dtype": args.cache_dtype,
     }  # fmt: skip
+    if shape["model_type"] == "qwen3_next":
+        settings["gdn_prefill_backend"] = "triton"  # the default needs FlashInfer
+    if args.alike:
+        settings["model_loader_extra_config"] = {"alike": args.alike}
     if args.cache_gib:
         settings["kv_cache_memory_bytes"] = int(args.cache_gib * 2**30)
     if args.offload_gib:
@@ -179,7 +192,7 @@ class Bench:
 
     def __init__(self, llm: Any, args: argparse.Namespace, start_s: float) -> None:
         self.llm, self.args, self.start_s = llm, args, start_s
-        self.cache, self.vocabulary = llm.llm_engine.vllm_config.cache_config, TINY["vocab_size"] if args.tiny else 128000
+        self.cache, self.vocabulary = llm.llm_engine.vllm_config.cache_config, min(SHAPES[args.shape]["vocab_size"], 128000)
         # vLLM's config tells the smallest block of all cache groups, which is that of our windows.
         self.block_size = args.block_size if args.engine == "kvrecall" else self.cache.block_size
         self._texts: dict[int, list[int]] = {}
@@ -463,7 +476,7 @@ def main() -> None:
     parser.add_argument("--profile-batch", type=Path, help="the same behind the last of --batches")
     parser.add_argument("--ready", type=Path, help="file that is made when the engine is ready")
     parser.add_argument("--wait-for", type=Path, help="file to wait for, before anything is measured")
-    parser.add_argument("--tiny", action="store_true", help="a model for a CPU")
+    parser.add_argument("--shape", choices=SHAPES, default="8b", help="of the model; tiny: for a CPU")
     parser.add_argument("--folder", type=Path, default=Path("build/vllm"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--beside", type=Path, help="file for what comes beside sequences that decode")

@@ -16,8 +16,10 @@ from torch import Tensor
 import kvrecall
 from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.backends.transformers.rotary import Rotaries, _Recorder, ask_model, rotaries_of, text_decoder
+from kvrecall.backends.vllm.statistics import rotaries_of_config
 from kvrecall.index.statistics import NoRotary, rotate, rotate_back
 from tests.backends.models import SMALL, tiny
+from tests.zoo.tiny import family, tiny_model
 
 ROPE = {"rope_theta": 10000.0}
 PARTIAL = ROPE | {"rope_type": "default", "partial_rotary_factor": 0.25}
@@ -282,6 +284,20 @@ def test_the_model_stays_as_it_was(family: str) -> None:
 def test_layers_with_one_embedding_share_it() -> None:
     layers = ask_model(tiny("llama")).layers
     assert len({id(layer.rotary) for layer in layers.values()}) == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "olmoe", "gpt_neox", "falcon", "granitemoehybrid", "jamba", "cwm", "gemma3n_text", "stablelm"]
+)
+def test_a_small_model_with_the_same_config_has_the_same_embedding(name: str) -> None:
+    """Whatever its heads' size follows from."""
+    model = tiny_model(family(name))
+    found, right = rotaries_of_config(model.config).layers, ask_model(model).layers
+    assert found.keys() == right.keys()
+    for number, layer in right.items():
+        assert type(found[number].rotary) is type(layer.rotary)
+        for one, other in zip(found[number].rotary.cos_sin(70, 9), layer.rotary.cos_sin(70, 9), strict=True):
+            torch.testing.assert_close(one, other)
 
 
 def test_in_inference_mode_attached_and_wrapped() -> None:

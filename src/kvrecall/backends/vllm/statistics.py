@@ -19,6 +19,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
@@ -32,8 +33,10 @@ from kvrecall.index.statistics import KeyStatistics, LayerStatistics, Rotary, fl
 from kvrecall.merge import merge_in_turn, with_sinks
 
 _log = logging.getLogger("vllm.kvrecall")
-_NARROW = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 64}
+_NARROW: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 64}
 """Sizes that do not affect the rotary embedding, if the head size is given."""
+_FEW_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_kv_heads": 2, "n_head": 2}
+"""For families whose heads are as large as the hidden size says."""
 
 
 class Observer:
@@ -163,21 +166,34 @@ def _of_all_queries(own: KeyStatistics, text: PretrainedConfig) -> KeyStatistics
 
 def rotaries_of_config(config: PretrainedConfig) -> Rotaries:
     """The rotary embeddings of a model of this config. Raises StatisticsError if one cannot be found."""
-    text: Any = deepcopy(config.get_text_config(decoder=True))
-    heads = Heads.of(text, 0)
-    narrow = dict(_NARROW)
-    try:
-        text.head_dim = heads.dim
-    except AttributeError:  # Falcon's config computes it
-        del narrow["hidden_size"]
-    for name, size in narrow.items():
-        if hasattr(text, name):
-            setattr(text, name, size)
-    text.pad_token_id = text.bos_token_id = text.eos_token_id = None
-    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-        model = AutoModelForCausalLM.from_config(text, attn_implementation="eager", dtype=torch.float32).eval()
-    found = ask_model(model)
-    if found.unknown:
+    text = config.get_text_config(decoder=True)
+    dim = Heads.of(text, 0).dim
+    few = _NARROW | _FEW_HEADS | {"hidden_size": 2 * dim, "n_embd": 2 * dim, "d_model": 2 * dim}
+    if (expand := getattr(text, "mamba_expand", None)) and hasattr(text, "mamba_n_heads"):  # as large as the hidden size says
+        few |= {"mamba_n_heads": 1, "mamba_d_head": expand * 2 * dim, "mamba_n_groups": 1}
+    found = None
+    for sizes in ({"head_dim": dim} | _NARROW, few):
+        with suppress(ValueError, TypeError, AttributeError, RuntimeError):  # families differ in the sizes that fit together
+            found = ask_model(_small_model(text, sizes))
+            if not found.unknown:
+                return found
+    got = "a model that cannot be made small"
+    if found is not None:
         got = f"others in layers {', '.join(map(str, found.unknown))}"
-        raise StatisticsError(text.model_type, "layers whose rotary embedding can be found", got, 'Serve "method": "exact".')
-    return found
+    raise StatisticsError(text.model_type, "layers whose rotary embedding can be found", got, 'Serve "method": "exact".')
+
+
+def _small_model(config: PretrainedConfig, sizes: Mapping[str, Any]) -> Any:
+    """A model of this config with other sizes, as far as the config has them, and random weights."""
+    text: Any = deepcopy(config)
+    for name, size in sizes.items():
+        if name == "head_dim" or hasattr(text, name):
+            before = getattr(text, name, None)
+            setattr(text, name, [size] * len(before) if isinstance(before, (list, tuple)) else size)
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        try:
+            setattr(text, name, None)
+        except StrictDataclassError:  # some must be numbers
+            setattr(text, name, 0)
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        return AutoModelForCausalLM.from_config(text, attn_implementation="eager", dtype=torch.float32).eval()
