@@ -308,8 +308,10 @@ def test_a_step_and_prompts_over_blocks_of_vllm(
         k, v = layer.stored(keys, keys)
         layer.store(k, v, whole, window)
         layer.decode(queries, k, v, whole, window, torch.zeros_like(queries))
-        layer.decode(queries, k, v, whole, replace(window, attend=lambda *_: None), torch.zeros_like(queries))
-        layer.aside.join()
+        for few in (0, 8):  # codes of decoded tokens in a launch of their own, and in the one that keeps them
+            monkeypatch.setattr("kvrecall.index.sphere.kernels.paged._FEW", few)
+            layer.decode(queries, k, v, whole, replace(window, attend=lambda *_: None), torch.zeros_like(queries))
+            layer.aside.join()
 
     run()
     names = {kernel.__name__ for kernel, *_ in launches.values()}

@@ -20,8 +20,9 @@ GIVEN = [*paged.GIVEN[:2], paged.GIVEN[3], *paged.PAGES[:2]]
 
 @pytest.fixture(autouse=True, params=[16, 1], ids=["", "window-alone"])
 def many(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From how many sequences on the window has a launch of its own."""
+    """From how many sequences on the window, and the codes of new tokens where none searches, have a launch of their own."""
     monkeypatch.setattr("kvrecall.step.device._MANY", request.param)
+    monkeypatch.setattr("kvrecall.index.sphere.kernels.paged._FEW", request.param // 2)
 
 
 def close(out: Tensor, wanted: Tensor) -> None:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 _ENCODED_ROWS = 32
 """Coordinates per program that encodes a token."""
+_FEW = 8
+"""Up to so many decoded tokens are encoded by such programs, side by side. Tensor cores work on 32 at a time, which takes 17 us
+on an H200 for one as well, and a pass has as many such launches as layers."""
 
 
 class CodeArguments(NamedTuple):
@@ -110,6 +113,8 @@ class CodeKernels(PagedKernels):
         self._encode(PlacedKeys(keys, None, prompts.slots, prompts.lengths))
 
     def store_recent(self, window: Any, places: Tensor, slots: Tensor, lengths: Tensor) -> bool:
+        if len(slots) <= _FEW:
+            return False
         self._encode(PlacedKeys(window.rows, places, slots, lengths))
         return True
 
