@@ -15,7 +15,8 @@ class CTKVR(Method):
     """Finds the most similar earlier queries and reranks the keys that they attended to.
 
     1. At the end of the prompt its last C = min(`max_centroids`, n / `tokens_per_centroid`) queries become centroids; each
-       lists the rho = `list_ratio` x `top_k` keys of the largest softmax score (causal, largest over the group).
+       lists the rho = `list_ratio` x `top_k` keys of the largest softmax score, largest over the group. `causal`: of the keys
+       up to its own position; Algorithm 1 has no mask.
     2. A step recalls the lists of the C' = `recalled_centroids` most similar centroids (cosine, largest over the group),
        removes duplicates, and reranks the keys exactly to `top_k` (rho').
     3. The rerank, and the attention to the selected rows, run on the CPU, while the device attends to sink and window.
@@ -31,6 +32,7 @@ class CTKVR(Method):
     max_centroids: int = 2048
     tokens_per_centroid: int = 16
     list_ratio: float = 2.5
+    causal: bool = True
     recalled_centroids: int = 4
     dynamic_update: bool = True
     pool_tokens: int = 512
@@ -47,6 +49,6 @@ class CTKVR(Method):
     def own_index(self) -> CentroidConfig:
         return CentroidConfig(
             max_centroids=self.max_centroids, tokens_per_centroid=self.tokens_per_centroid,
-            list_tokens=int(self.list_ratio * (self.top_k or 1)), recalled_centroids=self.recalled_centroids,
-            dynamic_update=self.dynamic_update, pool_tokens=self.pool_tokens,
+            list_tokens=int(self.list_ratio * (self.top_k or 1)), causal=self.causal,
+            recalled_centroids=self.recalled_centroids, dynamic_update=self.dynamic_update, pool_tokens=self.pool_tokens,
         )  # fmt: skip

@@ -89,6 +89,23 @@ def test_build_is_algorithm_1(
             assert pairs(made, h, c) == expected
 
 
+@pytest.mark.parametrize("logits", [1, 1 << 20])
+def test_without_a_mask_a_list_is_of_all_keys(logits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The softmax of Algorithm 1 as it is written. Its sum has the keys that the query saw, and those behind it."""
+    monkeypatch.setattr(ivf, "_LOGITS", logits)
+    queries, keys, start = gaussian(3, 6, 7, 8), gaussian(4, 2, 40, 8), 20
+    products = (queries.unflatten(0, (2, 3)) @ keys.transpose(-1, -2).unsqueeze(1)).flatten(0, 1) * SCALING
+    seen = torch.arange(40) <= torch.arange(start, start + 7).unsqueeze(1)
+    observed = ObservedQueries(queries, products.masked_fill(~seen, float("-inf")).logsumexp(-1), start)
+    made = ivf.build(observed, keys, 0, 10, SCALING, causal=False)
+    scores = products.log_softmax(-1).unflatten(0, (2, 3)).amax(1)
+    assert torch.equal(made.ids.long(), scores.topk(10).indices.sort().values)
+    torch.testing.assert_close(made.scores.float(), scores.gather(-1, made.ids.long()), rtol=0.01, atol=0)
+    torch.testing.assert_close(made.lse, products.logsumexp(-1))
+    masked = ivf.build(observed, keys, 0, 10, SCALING)
+    assert (made.ids > start + 6).any() and not (masked.ids > start + 6).any()
+
+
 def test_build_keeps_directions_lengths_and_lse() -> None:
     queries = (3 * gaussian(0, 6, 5, 64)).to(torch.bfloat16)
     made = ivf.build(ObservedQueries(queries, gaussian(1, 6, 5), 10), gaussian(2, 2, 9, 64), 0, 4, 0.125)

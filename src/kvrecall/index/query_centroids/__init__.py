@@ -35,8 +35,9 @@ from kvrecall.select.queries import ObservedQueries
 class CentroidConfig(IndexConfig):
     """max_centroids, tokens_per_centroid: C = min(2048, n / 16) for a prompt of n tokens. list_tokens: rho, keys per list.
 
-    recalled_centroids: C'. dynamic_update: each searched query becomes a centroid (FIFO). pool_tokens: newest tokens that
-    every search recalls. rerank: "host" reads keys where they lie, "device" copies them there first.
+    causal: a centroid lists no key after its own position. recalled_centroids: C'. dynamic_update: each searched query becomes
+    a centroid (FIFO). pool_tokens: newest tokens that every search recalls. rerank: "host" reads keys where they lie, "device"
+    copies them there first.
     """
 
     name: ClassVar[str] = "query-centroids"
@@ -48,6 +49,7 @@ class CentroidConfig(IndexConfig):
     max_centroids: int = 2048
     tokens_per_centroid: int = 16
     list_tokens: int = 2560
+    causal: bool = True
     recalled_centroids: int = 4
     dynamic_update: bool = True
     pool_tokens: int = 512
@@ -131,7 +133,8 @@ class CentroidIndex(PerSequence, Index):
         observed = observed.last(config.centroids(observed.start + observed.queries.shape[1]))
         if lists is not None and observed.queries.shape[1] > lists.queries.shape[1]:
             lists = None
-        newest = ivf.build(observed, self._keys(sequence, 0, count), offset, config.list_tokens, self._scaling)
+        keys = self._keys(sequence, 0, count)
+        newest = ivf.build(observed, keys, offset, config.list_tokens, self._scaling, config.causal)
         if lists is None:
             self._lists[sequence], self._listed[sequence], self._shared[sequence] = newest, count, False
         else:

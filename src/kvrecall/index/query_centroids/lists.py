@@ -53,10 +53,13 @@ class CentroidLists:
         return CentroidLists(**{name: getattr(self, name).clone() for name in _TENSORS}, head=self.head)
 
 
-def build(observed: ObservedQueries, keys: Tensor, offset: int, list_tokens: int, scaling: float) -> CentroidLists:
+def build(
+    observed: ObservedQueries, keys: Tensor, offset: int, list_tokens: int, scaling: float, causal: bool = True
+) -> CentroidLists:
     """Lists of the observed queries over keys `[H_kv, n, D]`, the tokens at the positions offset .. offset + n - 1.
 
-    A query does not see keys after its own position; such keys fill a list only if it has room.
+    causal: a query does not see keys after its own position; such keys fill a list only if it has room. Without it, it sees all
+    keys here, as Algorithm 1 says; its softmax is over these and those that it saw in the prompt.
     """
     heads, tokens, _ = keys.shape
     count = observed.queries.shape[1]
@@ -64,21 +67,32 @@ def build(observed: ObservedQueries, keys: Tensor, offset: int, list_tokens: int
     queries = observed.queries.float()
     positions = torch.arange(observed.start, observed.start + count, device=keys.device)
     norms = queries.norm(dim=-1).clamp_min(LEAST_NORM)
+    lse = observed.lse.clone()  # lists are written to, and forks share the log of observed queries
     ids = torch.full((heads, count, list_tokens), -1, dtype=torch.int32, device=keys.device)
     scores = torch.full((heads, count, list_tokens), float("-inf"), dtype=torch.bfloat16, device=keys.device)
     wide = keys.float()
     step = max(1, _LOGITS // max(1, queries.shape[0] * tokens))
     for start in range(0, count, step):
         part = slice(start, start + step)
-        ranked = group_scores(queries[:, part], observed.lse[:, part], wide, scaling)
         hidden = torch.arange(offset, offset + tokens, device=keys.device) > positions[part].unsqueeze(1)
-        ranked.masked_fill_(hidden, float("-inf"))
+        if not causal:
+            lse[:, part] = torch.logaddexp(lse[:, part], _mass_of(hidden, queries[:, part], wide, scaling))
+        ranked = group_scores(queries[:, part], lse[:, part], wide, scaling)
+        if causal:
+            ranked.masked_fill_(hidden, float("-inf"))
         best = best_positions(ranked, length)
         ids[:, part, :length] = best
         scores[:, part, :length] = ranked.gather(-1, best.long()).to(torch.bfloat16)
     directions = (queries / norms.unsqueeze(-1)).to(observed.queries.dtype).contiguous()  # kernels read them as rows
-    # A copy, because lists are written to and forks share the log of observed queries.
-    return CentroidLists(directions, norms, observed.lse.clone(), ids, scores)
+    return CentroidLists(directions, norms, lse, ids, scores)
+
+
+def _mass_of(seen: Tensor, queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
+    """Log-sum-exp fp32 `[H_q, C]` of the logits of queries fp32 `[H_q, C, D]` over those keys fp32 `[H_kv, n, D]` that each may
+    see, bool `[C, n]`; one query head of each group at a time."""
+    grouped = queries.unflatten(0, (len(keys), -1))
+    logits = (of_head @ keys.transpose(-1, -2) * scaling for of_head in grouped.unbind(1))
+    return torch.stack([x.masked_fill(~seen, float("-inf")).logsumexp(-1) for x in logits], 1).flatten(0, 1)
 
 
 def archive(archive: Archive, lists: CentroidLists | None, shape: LayerShape, list_tokens: int, tokens: int) -> CentroidLists:
