@@ -9,14 +9,34 @@ import pytest
 from tests.cli.conftest import Cli
 from tests.tiny import save_tiny_model
 
+ALL = ("tokens per zone", "attended per step", "searches", "held", "moved", "time per stage")
+
 
 def test_ask_prints_the_answer_alone_on_stdout(cli: Cli, tiny: Path, document: Path) -> None:
+    """And three lines about it on standard error; with --stats all figures."""
     result = cli("ask", document, "what boat", "-m", tiny, "--max-new-tokens", 5)
     assert result.exit_code == 0, result.output
     told = cli.json("ask", document, "what boat", "-m", tiny, "--max-new-tokens", 5)
     assert result.stdout.strip() == told["answers"][0]["answer"].strip()
-    for words in ("tokens per zone", "attended per step", "searches", "held", "moved", "time per stage"):
-        assert words in result.stderr
+    total, tokens = told["answers"][0]["stats"]["total"], told["answers"][0]["prompt_tokens"]
+    share = f"{total['attended_per_step']:,.0f} tokens per step and KV head, {total['attended_per_step'] / tokens:.0%}"
+    assert f"{told['document_tokens']:,} tokens in" in result.stderr and share in result.stderr
+    assert not any(words in result.stderr for words in ALL)
+    result = cli("ask", document, "what boat", "-m", tiny, "--max-new-tokens", 5, "--stats")
+    assert result.exit_code == 0 and all(words in result.stderr for words in ALL)
+
+
+def test_a_text_that_is_too_short_to_search_is_told(cli: Cli, tiny: Path, tmp_path: Path) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("the red harbour has a boat " * 20, encoding="utf-8")
+    told = cli.json("ask", short, "what boat", "-m", tiny, "--max-new-tokens", 5)
+    tokens = told["answers"][0]["prompt_tokens"]
+    result = cli("ask", short, "what boat", "-m", tiny, "--max-new-tokens", 5)
+    assert f"all {tokens:,} tokens: fewer than the {told['searched_from']:,} of a search" in " ".join(result.stderr.split())
+    result = cli("ask", short, "what boat", "-m", tiny, "--max-new-tokens", 5, "--method", "full")
+    assert f"all {tokens:,} tokens" in result.stderr and "of a search" not in result.stderr
+    result = cli("generate", "the red harbour", "-m", tiny, "--max-new-tokens", 5)
+    assert result.exit_code == 0 and "of a search" in result.stderr
 
 
 def test_ask_json_tells_everything(cli: Cli, tiny: Path, document: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,16 @@ def test_answers_are_those_of_generate_on_the_whole_prompt(model: Any, tokenizer
         assert answer.tokens == alone.new_tokens[0] and str(answer) == answer.text == (alone.texts or [])[0]
         assert answer.prompt_tokens == len(ids) and answer.first_token_seconds > 0
         assert (answer.stats.total.counters.searches > 0) == (len(answer.tokens) > 1)
+
+
+def test_an_answer_is_shown_in_a_line_and_in_a_notebook(model: Any, tokenizer: Any) -> None:
+    (answer,) = kvrecall.ask(model, tokenizer, TEXT, QUESTIONS[:1], method=METHOD, **SAMPLED)
+    count = f"{len(answer.tokens)} tokens behind {answer.prompt_tokens:,})"
+    assert repr(answer) == f"Answer({answer.text!r}, {count}"
+    long = replace(answer, text="harbour " * 50)
+    assert len(repr(long)) < 100 and repr(long).startswith("Answer('harbour harbour") and repr(long).endswith(f"…', {count}")
+    shown = answer._repr_markdown_()
+    assert shown.startswith(f"**{answer.question}**\n\n{answer.text}\n\n*{answer.prompt_tokens:,} tokens read, ")
 
 
 def test_pieces_come_as_they_are_made_and_every_question_s_are_its_answer(model: Any) -> None:

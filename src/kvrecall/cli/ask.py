@@ -14,7 +14,18 @@ import typer
 
 from kvrecall.cli import options
 from kvrecall.cli.options import non_empty
-from kvrecall.cli.screen import answers_table, details, note, notes, printable, seconds, size, stats_table, to_stdout
+from kvrecall.cli.screen import (
+    answers_table,
+    details,
+    facts_table,
+    note,
+    notes,
+    printable,
+    seconds,
+    size,
+    stats_table,
+    to_stdout,
+)
 from kvrecall.cli.session import DocumentContext, DocumentOptions, open_document
 from kvrecall.cli.session_store import disk_bytes
 from kvrecall.cli.verb import Result, verb
@@ -31,6 +42,8 @@ def ask(
             help="Text files, UTF-8, in order, or the folder of a saved session; then one or several questions.",
         ),
     ],
+    *,
+    stats: options.Stats = False,
     choices: DocumentOptions,
 ) -> Result:
     """Answer questions about text files, which are read once, or about a saved session, which is not read again."""
@@ -40,8 +53,12 @@ def ask(
         output = OrderedOutput(questions)
         answers = context.document.ask(questions, **choices.sampling(), on_text=output.write, on_answer=output.end)
         result = context.to_dict() | {"answers": [answer_row(answer) for answer in answers]}
-    table = answers_table(result) if len(answers) > 1 else stats_table({**result, **result["answers"][0]})
-    details().print(table)
+    if len(answers) > 1:
+        details().print(answers_table(result))
+    elif not stats:
+        details().print(facts_table(result | result["answers"][0]))
+    for row in result["answers"] if stats else ():
+        details().print(stats_table(result | row))
     return result
 
 

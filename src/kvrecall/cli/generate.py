@@ -11,8 +11,8 @@ import typer
 
 from kvrecall.cli import options
 from kvrecall.cli.options import non_empty, read_text
-from kvrecall.cli.screen import OnProgress, details, printable, stats_table, to_stdout, token_bar
-from kvrecall.cli.session import Runtime, load_runtime
+from kvrecall.cli.screen import OnProgress, details, facts_table, printable, stats_table, to_stdout, token_bar
+from kvrecall.cli.session import Runtime, load_runtime, method_row
 from kvrecall.cli.verb import Result, verb
 from kvrecall.core.errors import ContextLengthError, ParameterError
 
@@ -32,6 +32,7 @@ def generate(
     temperature: options.Temperature = 0.0,
     seed: options.Seed = None,
     host_rows: options.HostRows = options.Rows.PLAIN,
+    stats: options.Stats = False,
 ) -> Result:
     """Answer a prompt, or continue a text."""
     if (prompt is None) == (prompt_file is None):
@@ -58,7 +59,7 @@ def generate(
     generation = answer(runtime, ids, cache, to_stdout, **limits)
     result = summary(runtime, retrieval, len(ids), generation, cache)
     to_stdout("\n")
-    details().print(stats_table(result))
+    details().print((stats_table if stats else facts_table)(result))
     return result
 
 
@@ -87,14 +88,11 @@ def answer(runtime: Runtime, ids: list[int], cache: Any, write: Callable[[str], 
 
 
 def summary(runtime: Runtime, method: Any, prompt_tokens: int, generation: Any, cache: Any) -> dict[str, Any]:
-    """The JSON result of an answer. settings: of the method, as far as they differ from its defaults."""
-    from kvrecall.methods.settings import settings_of
-
+    """The JSON result of an answer."""
     return {
         "answer": generation.texts[0],
         "model": runtime.name,
-        "method": method.name,
-        "settings": settings_of(method),
+        **method_row(method),
         "prompt_tokens": prompt_tokens,
         "new_tokens": len(generation.new_tokens[0]),
         "load_seconds": round(runtime.load_seconds, 3),

@@ -34,6 +34,7 @@ DocumentMethod = Annotated[
     str | None, typer.Option("--method", metavar="METHOD", help=f"{METHOD_HELP} That of the session, or the recommended one.")
 ]
 Keep = Annotated[bool, typer.Option("--keep", help="Keep what was read, so that the next call with this file need not.")]
+Stats = Annotated[bool, typer.Option("--stats", help="Tell all figures about an answer, not the three that matter most.")]
 KeepLimit = Annotated[
     str,
     typer.Option(envvar="KVRECALL_SESSIONS_LIMIT", help="Bytes of all that is kept, such as 32g; the rest goes."),

@@ -234,20 +234,49 @@ class ProgressLog:
         notes().print(f"{line()}, {timedelta(seconds=round(now - self.start))}", soft_wrap=True)
 
 
+def facts_table(summary: dict[str, Any]) -> PlainTable:
+    """The lines under an answer, from its JSON result (see `generate.summary` and `ask.answer_row`)."""
+    table, document = plain_table(), "read_seconds" in summary
+    verb, tokens = ("read", summary["prompt_tokens"])
+    if document:
+        verb, tokens = ("loaded" if _source(summary) == "loading" else "read"), summary["document_tokens"]
+    table.add_row(verb, f"{tokens:,} tokens in {seconds(summary['read_seconds' if document else 'prefill_seconds'])}")
+    table.add_row("attended", attended(summary["stats"]["total"], summary["prompt_tokens"], summary["searched_from"]))
+    first = f", the first after {seconds(summary['first_token_seconds'])}" if document else ""
+    table.add_row("answered", f"{summary['new_tokens']:,} tokens in {_pace(summary)}{first}")
+    return table
+
+
+def attended(total: dict[str, Any], tokens: int, searched_from: int | None) -> str:
+    """How many tokens of a prompt each step of its answer attended to. searched_from: tokens below which a sequence is attended
+    whole; None for full attention."""
+    count = total["attended_per_step"]
+    if not count:
+        return "nothing more: the answer is its first token"
+    if count < tokens:
+        return f"{count:,.0f} tokens per step and KV head, {count / tokens:.0%} of {tokens:,}"
+    short = "" if searched_from is None or tokens >= searched_from else f": fewer than the {searched_from:,} of a search"
+    return f"all {tokens:,} tokens{short}"
+
+
+def _pace(summary: dict[str, Any]) -> str:
+    """Seconds of decoding and tokens per second."""
+    new, decode = summary["new_tokens"], summary["decode_seconds"]
+    return f"{seconds(decode)} ({f'{new / decode:.1f} tokens/s' if decode > 0 else '—'})"
+
+
 def stats_table(summary: dict[str, Any]) -> PlainTable:
-    """The table under an answer, from its JSON result (see `generate.summary` and `ask.answer_row`)."""
+    """All figures about an answer, from its JSON result (see `generate.summary` and `ask.answer_row`)."""
     total = summary["stats"]["total"]
     zones, stages = total["tokens"], total["stage_seconds"]
     tokens = sum(zones.values())
     table = _model_table(summary)
-    new, decode = summary["new_tokens"], summary["decode_seconds"]
-    rate = f"{new / decode:.1f} tokens/s" if decode > 0 else "—"
-    table.add_row("prompt, answer", f"{summary['prompt_tokens']:,} tokens, {new:,} tokens")
+    table.add_row("prompt, answer", f"{summary['prompt_tokens']:,} tokens, {summary['new_tokens']:,} tokens")
     if "read_seconds" in summary:
-        times = [summary[name] for name in ("read_seconds", "first_token_seconds", "decode_seconds")]
-        table.add_row(f"{_source(summary)}, first, decode", f"{', '.join(map(seconds, times))} ({rate})")
+        times = [seconds(summary[name]) for name in ("read_seconds", "first_token_seconds")]
+        table.add_row(f"{_source(summary)}, first, decode", ", ".join([*times, _pace(summary)]))
     else:
-        table.add_row("prefill, decode", f"{seconds(summary['prefill_seconds'])}, {seconds(decode)} ({rate})")
+        table.add_row("prefill, decode", f"{seconds(summary['prefill_seconds'])}, {_pace(summary)}")
     table.add_pieces("tokens per zone", (f"{name} {count:,}" for name, count in zones.items()))
     share = f" ({total['attended_per_step'] / tokens:.1%} of {tokens:,})" if tokens else ""
     table.add_row("attended per step", f"{total['attended_per_step']:,.0f} tokens per KV head{share}")
@@ -287,7 +316,7 @@ def answers_table(result: dict[str, Any]) -> PlainTable:
     table.add_row("first token", f"{seconds(min(first))} to {seconds(max(first))} after its question")
     new, last = sum(answer["new_tokens"] for answer in answers), max(answer["decode_seconds"] for answer in answers)
     table.add_row("answers", f"{new:,} tokens together, the longest in {seconds(last)}")
-    totals = [answer["stats"]["total"] for answer in answers]
-    attended = sum(total["attended_per_step"] for total in totals) / len(totals)
-    table.add_row("attended per step", f"{attended:,.0f} tokens per KV head")
+    mean = sum(answer["stats"]["total"]["attended_per_step"] for answer in answers) / len(answers)
+    shortest = min(answer["prompt_tokens"] for answer in answers)
+    table.add_row("attended", attended({"attended_per_step": mean}, shortest, result["searched_from"]))
     return table

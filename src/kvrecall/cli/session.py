@@ -102,6 +102,15 @@ class DocumentOptions:
         return {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature, "seed": self.seed}
 
 
+def method_row(method: Any) -> Result:
+    """What --json says about a method. settings: as far as they differ from its defaults. searched_from: tokens below which a
+    sequence is attended whole; null for a method that does not search."""
+    from kvrecall.methods.settings import settings_of
+
+    least = None if method.top_k is None else method.full_attention_below()
+    return {"method": method.name, "settings": settings_of(method), "searched_from": least}
+
+
 @dataclass(frozen=True)
 class DocumentContext:
     """A document that was read (`engine.Document`), its model, and the JSON result about its session, if any."""
@@ -112,12 +121,9 @@ class DocumentContext:
 
     def to_dict(self) -> Result:
         """The JSON result about a document."""
-        from kvrecall.methods.settings import settings_of
-
         return {
             "model": self.runtime.name,
-            "method": self.document.cache.method.name,
-            "settings": settings_of(self.document.cache.method),
+            **method_row(self.document.cache.method),
             "files": self.document.about.get("files", []),
             "document_tokens": self.document.tokens,
             "load_seconds": round(self.runtime.load_seconds, 3),

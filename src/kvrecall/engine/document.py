@@ -51,10 +51,15 @@ OnText = Callable[[int, str], None]
 """Called with (number of the question from 0, piece of its answer)."""
 
 
-@dataclass(frozen=True, eq=False)
-class Answer:
-    """An answer; `str` gives its text. tokens: its ids. prompt_tokens: of document and question.
+_SHOWN = 60
+"""Characters of an answer in its `repr`."""
 
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Answer:
+    """An answer; `str` gives its text, and a notebook shows it with its question.
+
+    tokens: its ids. prompt_tokens: of document and question.
     first_token_seconds: from the start of reading the question to the first token. decode_seconds: of the other tokens.
     Questions that are answered together share both. stats: of the question's cache.
     """
@@ -77,6 +82,17 @@ class Answer:
 
     def __str__(self) -> str:
         return self.text
+
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= _SHOWN else f"{self.text[: _SHOWN - 1]}…"
+        return f"Answer({text!r}, {len(self.tokens)} tokens behind {self.prompt_tokens:,})"
+
+    def _repr_markdown_(self) -> str:
+        """What a notebook shows: question, answer, and a line about the work."""
+        attended = self.stats.total.counters.attended_per_step
+        seconds = self.first_token_seconds + self.decode_seconds
+        work = f"{self.prompt_tokens:,} tokens read, {attended:,.0f} attended per step and KV head, answered in {seconds:.1f} s"
+        return f"**{self.question}**\n\n{self.text}\n\n*{work}*"
 
 
 class Document:
