@@ -88,7 +88,7 @@ def test_verbs_fit_80_columns(cli: Cli, tiny: Path, document: Path, tmp_path: Pa
         assert max(map(len, lines)) <= WIDTH and "…" not in shown.stdout, (call, shown.stdout)
     for heading in ("coarse recall", "zone mass ÷ exact", "bytes moved"):
         assert heading in cli("recall", trace, "--set", "top_k=8").stdout
-    asked = cli("ask", document, "what", "-m", tiny, "--max-new-tokens", 3)
+    asked = cli("ask", document, "what", "-m", tiny, "--max-new-tokens", 3, "--stats")
     lines = asked.stderr.splitlines()
     assert "computed statistics" not in asked.stderr  # the trace has told of them
     assert max(map(len, lines)) <= WIDTH and "estimate=page-means · update_interval=64" in asked.stderr
@@ -119,8 +119,14 @@ def test_what_takes_long_tells_so_and_what_is_quick_does_not(
         for done in range(0, 4001, 1000):
             now[0] += 20.0
             on_progress(done, 4000)
-    said = [("1,000", "0:00:40"), ("3,000", "0:01:20"), ("4,000", "0:01:40")]
+    said = [("1,000", "0:00:40, about 0:01:00 left"), ("3,000", "0:01:20, about 0:00:20 left"), ("4,000", "0:01:40")]
     assert capsys.readouterr().err.splitlines() == [f"reading: {done} of 4,000, {at}" for done, at in said]
+    estimate, left = screen.Estimate(), {}
+    for done in (2000, 3000, 5000, 8000, 10000):  # of which 2,000 were there
+        now[0] = 7 + 1e-3 * (done - 2000) + 1e-6 * (done**2 - 2000**2)
+        left[done] = estimate.left(done, 10000)
+    assert left[2000] is None and left[10000] is None and left[3000] == pytest.approx(7 * (1 + 5))  # as much for each
+    assert left[5000] == pytest.approx(5 + 75) and left[8000] == pytest.approx(2 + 36)
     quiet = ProgressLog(quiet=True)
     quiet.print(lambda: "no", always=True)
     assert capsys.readouterr().err == "" and eval_verb.ProgressLog is ProgressLog

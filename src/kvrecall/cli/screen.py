@@ -202,16 +202,51 @@ def status(message: str) -> Iterator[None]:
 
 @contextmanager
 def token_bar(title: str, quiet: bool = False) -> Iterator[OnProgress]:
-    """A bar in tokens that vanishes when done."""
-    console = notes()
+    """A bar in tokens that vanishes when done; it tells how long the rest will take."""
+    console, estimate = notes(), Estimate()
     if quiet or as_json() or not console.is_terminal:
         log = ProgressLog(quiet)
-        yield lambda done, total: log.print(lambda: f"{title}: {done:,} of {total:,}", last=done >= total)
+
+        def tell(done: int, total: int) -> None:
+            left = estimate.left(done, total)
+            log.print(lambda: f"{title}: {done:,} of {total:,}", last=done >= total, left=left)
+
+        yield tell
         return
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(title, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+    with Progress(*columns, TextColumn("{task.fields[left]}"), console=console, transient=True) as progress:
+        task = progress.add_task(title, total=None, left="")
+        yield lambda done, total: progress.update(
+            task, completed=done, total=total, left=_left(estimate.left(done, total)).removeprefix(", ")
+        )
+
+
+class Estimate:
+    """How long the rest of some tokens will take. Each costs more than the one before, because it attends to more: up to the
+    n-th they take a n + b n^2 seconds, with a and b of what was seen so far."""
+
+    def __init__(self) -> None:
+        self._first: tuple[int, float] | None = None
+        self._second: tuple[int, float] | None = None
+
+    def left(self, done: int, total: int) -> float | None:
+        """Seconds, once some tokens are done; None before, and at the end."""
+        now = time.perf_counter()
+        if self._first is None:
+            self._first = done, now
+        begun, start = self._first
+        if done <= begun or done >= total:
+            return None
+        each = (now - start) / (done - begun)
+        if self._second is None:
+            self._second = done, each
+        earlier, cheaper = self._second
+        growth = max(0.0, each - cheaper) / (done - earlier) if done > earlier else 0.0
+        return (total - done) * (each + growth * (total - begun))
+
+
+def _left(seconds: float | None) -> str:
+    return "" if seconds is None else f", about {timedelta(seconds=round(seconds))} left"
 
 
 class ProgressLog:
@@ -224,14 +259,15 @@ class ProgressLog:
         self.quiet = quiet or as_json()
         self.start = self.last = time.perf_counter()
 
-    def print(self, line: Callable[[], str], last: bool = False, always: bool = False) -> None:
-        """Writes the line and the time, if it is due. last: nothing follows. always: whether it is due or not."""
+    def print(self, line: Callable[[], str], last: bool = False, always: bool = False, left: float | None = None) -> None:
+        """Writes the line and the time, if it is due. last: nothing follows. always: whether it is due or not. left: seconds
+        that the rest will take."""
         now = time.perf_counter()
         elapsed = now - (self.start if last else self.last)
         if self.quiet or not (always or elapsed >= self.EVERY_SECONDS):
             return
         self.last = now
-        notes().print(f"{line()}, {timedelta(seconds=round(now - self.start))}", soft_wrap=True)
+        notes().print(f"{line()}, {timedelta(seconds=round(now - self.start))}{_left(left)}", soft_wrap=True)
 
 
 def facts_table(summary: dict[str, Any]) -> PlainTable:
