@@ -15,7 +15,7 @@ import re
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,7 +26,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.backends.transformers.families import Heads, attending_layers, context_limit
-from kvrecall.backends.transformers.rotary_module import ModelRotary, RotaryCall, state_of
+from kvrecall.backends.transformers.rotary_module import ModelRotary, RotaryCall, unchanged
 from kvrecall.index.statistics import NoRotary, Rotary, rotate, rotate_back
 
 _MAKES_COS_SIN = re.compile("rotary|rope|pos.*emb", re.IGNORECASE)
@@ -191,15 +191,11 @@ class _Probe:
     @contextmanager
     def _hooked(self) -> Iterator[None]:
         modules = [module for module in self._decoder.modules() if _MAKES_COS_SIN.search(type(module).__name__)]
-        held = [state_of(module) for module in modules]
-        handles = [module.register_forward_hook(self._record, with_kwargs=True) for module in modules]
-        try:
+        with ExitStack() as undo:
+            for module in modules:
+                undo.enter_context(unchanged(module))
+                undo.callback(module.register_forward_hook(self._record, with_kwargs=True).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            for module, state in zip(modules, held, strict=True):
-                state.restore(module)
 
     def _record(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Remembers the call, and scales cos and sin `[..., B, 1, W]` of the random positions; other threads and other outputs

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -132,36 +134,26 @@ CALL = "_call_impl"
 """The method that calls a module, with its hooks and with whatever has replaced its `forward`: wrapped in attached models."""
 
 
-@dataclass(frozen=True)
-class ModuleState:
-    """Attributes and buffers of a module, with copies of the buffers, because some kinds of scaling change them.
+@contextmanager
+def unchanged(module: nn.Module) -> Iterator[None]:
+    """Restores a module's attributes on exit, and its buffers in place, because some kinds of scaling change them.
 
     Without `CALL`: another thread may attach the model, or leave it, meanwhile."""
-
-    attributes: dict[str, Any]
-    buffers: dict[str, Tensor | None]
-    numbers: dict[str, Tensor]
-
-    def restore(self, module: nn.Module) -> None:
-        """Restores changed attributes, and buffers in place."""
-        for name in set(vars(module)) - {*self.attributes, CALL}:
-            del module.__dict__[name]
-        module.__dict__.update(self.attributes)
-        for name in set(module._buffers) - set(self.buffers):
-            del module._buffers[name]
-        module._buffers.update(self.buffers)
-        for name, numbers in self.numbers.items():
-            buffer = self.buffers[name]
-            if buffer is not None and not torch.equal(buffer, numbers):
-                buffer.copy_(numbers)
-
-
-def state_of(module: nn.Module) -> ModuleState:
-    """The state of a module, for `ModuleState.restore`."""
-    buffers = dict(module._buffers)
-    numbers = {name: x.clone() for name, x in buffers.items() if x is not None and not x.is_meta}
     attributes = {name: value for name, value in vars(module).items() if name != CALL}
-    return ModuleState(attributes, buffers, numbers)
+    buffers = dict(module._buffers)
+    numbers = [(x, x.clone()) for x in buffers.values() if x is not None and not x.is_meta]
+    try:
+        yield
+    finally:
+        for name in set(vars(module)) - {*attributes, CALL}:
+            del module.__dict__[name]
+        module.__dict__.update(attributes)
+        for name in set(module._buffers) - set(buffers):
+            del module._buffers[name]
+        module._buffers.update(buffers)
+        for buffer, before in numbers:
+            if not torch.equal(buffer, before):
+                buffer.copy_(before)
 
 
 def _left_open(value: Any) -> Any:
