@@ -281,14 +281,27 @@ class RetrievalCache(CacheState):
 
     @operation("reorder_cache")
     def reorder_cache(self, beam_idx: Any) -> None:
+        """All layers take the new order, in which sequence i is the old `beam_idx[i]`, or none does. Raises ParameterError for
+        sequences that the cache does not hold, and for none."""
         beam_idx = self._numbers("beam_idx", beam_idx)
-        sequences = beam_idx.tolist()
-        with self._rearranged(sequences):
-            for layer in self.layers:
-                if isinstance(layer, RetrievalLayer):
-                    layer.select(sequences, self.tables)
-                else:
-                    layer.reorder_cache(beam_idx)
+        sequences, before, count = beam_idx.tolist(), self.tables, self.sequences
+        if before is not None and not (sequences and all(0 <= b < count for b in sequences)):
+            expected = f"one or more of the cache's sequences, 0 to {count - 1}"
+            raise ParameterError("sequences", expected, sequences, _UNCHANGED)
+        with deferred_interrupt(), as_before(self.layers):
+            try:
+                if before is not None and sequences != list(range(len(before))):
+                    self.tables = [before[b].fork() for b in sequences]
+                for layer in self.layers:
+                    if isinstance(layer, RetrievalLayer):
+                        layer.select(sequences, self.tables)
+                    else:
+                        layer.reorder_cache(beam_idx)
+                self.tokens.select(sequences)
+                self._before = None
+            except BaseException:
+                self.tables = before
+                raise
 
     @operation("batch_repeat_interleave")
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -305,25 +318,6 @@ class RetrievalCache(CacheState):
         if not isinstance(given, Tensor) or not integers or (given.dtype == torch.bool and len(given) != self.sequences):
             raise ParameterError(name, "integers [n], or a mask of all sequences", given, _UNCHANGED)
         return given.nonzero().squeeze(1) if given.dtype == torch.bool else given.long()
-
-    @contextmanager
-    def _rearranged(self, sequences: list[int]) -> Iterator[None]:
-        """Context for reordering: all layers take the new order, in which sequence i is the old `sequences[i]`, or none
-        does. Raises ParameterError for sequences that the cache does not hold, and for none."""
-        before, count = self.tables, self.sequences
-        if before is not None and not (sequences and all(0 <= b < count for b in sequences)):
-            expected = f"one or more of the cache's sequences, 0 to {count - 1}"
-            raise ParameterError("sequences", expected, sequences, _UNCHANGED)
-        with deferred_interrupt(), as_before(self.layers):
-            try:
-                if before is not None and sequences != list(range(len(before))):
-                    self.tables = [before[b].fork() for b in sequences]
-                yield
-                self.tokens.select(sequences)
-                self._before = None
-            except BaseException:
-                self.tables = before
-                raise
 
     def open_pass(self, inputs: Inputs, claim: Claim) -> ForwardPass:
         """Begins a forward pass. Raises InterruptedPassError if the last one was interrupted, and ShapeError for inputs that do
