@@ -20,7 +20,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from kvrecall.backends.transformers import weights
 from kvrecall.backends.transformers.families import transformers_model
@@ -119,11 +119,8 @@ def fingerprint_of_config(config: PretrainedConfig, version: int = VERSION) -> F
 
 def read_fingerprint(model: nn.Module, version: int = VERSION) -> Fingerprint:
     """As `fingerprint_of`, read anew. Copies a few numbers per tensor to the host, in one copy, and adapters in use whole."""
-    return _read(transformers_model(model), version)
-
-
-def _read(model: PreTrainedModel, version: int = VERSION) -> Fingerprint:
-    return Fingerprint(config_digest(model.config, version), weights.digest(text_decoder(model)), version)
+    inner = transformers_model(model)
+    return Fingerprint(config_digest(inner.config, version), weights.digest(text_decoder(inner)), version)
 
 
 def computation_of(model: nn.Module) -> Computation:
@@ -149,8 +146,7 @@ class _State:
     """What must stay as it is for a computation to be the same."""
 
     def __init__(self, model: nn.Module) -> None:
-        inner = transformers_model(model)
-        decoder = text_decoder(inner)
+        decoder = text_decoder(transformers_model(model))
         self._layers = [module for module in decoder.modules() if has_adapters(module)]
         names = tuple(name for name in _SETTINGS if all(hasattr(layer, name) for layer in self._layers))
         self._read = attrgetter(*names)
@@ -162,7 +158,7 @@ class _State:
         self._tensors = [x for x in tensors if not x.is_inference()]  # those of inference mode do not count writes
         self._writes = list(map(_WRITES, self._tensors))
         used = dict.fromkeys(name for layer in self._layers for name in adapters_in_use(layer))
-        self.computation = Computation(_read(inner), tuple(used))
+        self.computation = Computation(read_fingerprint(model), tuple(used))
 
     def in_use(self) -> bool:
         """Whether its adapters are those in use, scaled as they were."""
