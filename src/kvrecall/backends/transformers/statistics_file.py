@@ -35,21 +35,13 @@ class _Metadata(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
-    version: int
+    version: int = Field(ge=1)
     config: str = Field(pattern=r"^[0-9a-f]{64}$")
     weights: str | None = Field(pattern=r"^[0-9a-f]{64}$")
     model: str
     tokens: int = Field(ge=1, le=2**53)
     different: int = Field(ge=1, le=2**53)
     text: str = ""
-
-
-class _Version(BaseModel):
-    """The only field that every version has."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-    version: int = Field(ge=1)
 
 
 @dataclass(frozen=True)
@@ -155,8 +147,8 @@ def _metadata(path: Path, text: str | None) -> _Metadata:
     if len(text) > _LARGEST_METADATA:
         raise ValueError(f"its metadata have {len(text):,} characters")
     data: Any = parse_json(text)
-    version = _Version.model_validate(data).version
-    if version > VERSION:
+    version = data.get("version") if isinstance(data, dict) else None
+    if type(version) is int and version > VERSION:
         raise StatisticsError(path, f"version {VERSION} of the format", f"version {version}", "Use a newer kvrecall.")
     return _Metadata.model_validate(data)
 
