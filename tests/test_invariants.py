@@ -235,7 +235,7 @@ def test_8_non_finite_input_raises_before_it_is_stored(bad: float, where: str, d
     tensors = {"keys": normal(2, 2, 5, 64, device=device), "values": normal(2, 2, 5, 64, device=device)}
     tensors[where][1, 0, 3, 7] = bad
     with pytest.raises(NonFiniteError, match="layer 0, sequence 1"):
-        state.guard(tensors["keys"], tensors["values"])
+        state.non_finite.guard(tensors["keys"], tensors["values"])
         assert device == "cuda"  # whose flags are looked at later
-        state.raise_non_finite()
+        state.non_finite.check()
     assert state.store.zones(1).total == 0

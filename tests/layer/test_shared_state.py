@@ -67,7 +67,7 @@ def test_a_copy_in_other_zones_knows_of_non_finite_keys() -> None:
     layer.non_finite |= torch.tensor([False, True])  # as a GPU flags them
     for copy in (layer.fork(layer.method), rezoned(layer, kvrecall.Full(**ZONES))):
         with pytest.raises(NonFiniteError, match="sequence 1"):
-            copy.raise_non_finite()
+            copy.non_finite.check()
 
 
 @pytest.mark.parametrize("incomplete", [False, True])

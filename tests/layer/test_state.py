@@ -140,10 +140,10 @@ def test_full_attention_threshold(threshold: int, length: int, searches: int) ->
 def test_guard_names_layer_and_sequence(value: float, where: str) -> None:
     layer = state(SMALL["full"], 3, layer=7)
     _, keys, values = tokens(0, 3, 4)
-    layer.guard(keys, values)
+    layer.non_finite.guard(keys, values)
     (keys if where == "keys" else values)[1, 1, 3, 5] = value
     with pytest.raises(NonFiniteError, match=r"layer 7, sequence 1: expected finite keys or values") as caught:
-        layer.guard(keys, values)
+        layer.non_finite.guard(keys, values)
     assert (caught.value.layer, caught.value.sequence) == (7, 1)
 
 

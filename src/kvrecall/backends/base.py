@@ -56,7 +56,7 @@ def attend(
     counted: the backend's own bookkeeping, called last. uncounted: undoes it; may be called several times.
     Raises NonFiniteError, HostMemoryError and DeviceMemoryError; the layer is then unchanged.
     """
-    state.guard(new.keys, new.values)
+    state.non_finite.guard(new.keys, new.values)
     exact = torch.autocast(new.keys.device.type, enabled=False)  # indexes compute in fp32
     with exact, deferred_interrupt(), all_or_nothing(state, new.count, uncounted):
         out = _attend(state, new, params)

@@ -25,7 +25,7 @@ def archive_layer(state: LayerState, archive: Archive) -> None:
     """
     if archive.saving:
         mend(state)
-        state.raise_non_finite()
+        state.non_finite.check()
         state.store.memory.wait()
     shape, tokens = state.shape, [zone.length for zone in state.store.host]
     query = (shape.query_heads, shape.head_dim)

@@ -277,18 +277,6 @@ class LayerState(Reversible):
             moved = self.store.evict(sequence, at_most)
         self.absorb(sequence, moved, generated=True)
 
-    def guard(self, keys: Tensor, values: Tensor) -> None:
-        """Checks `[B, H_kv, T, D]` for NaN and infinity: raises at once on a CPU, at a later host check on a GPU."""
-        self.non_finite.guard(keys, values)
-
-    def raise_non_finite(self) -> None:
-        """Host check of what `guard` saw on a GPU (synchronises)."""
-        self.non_finite.check()
-
-    def flagged_as(self, other: LayerState) -> None:
-        """Takes over the unreported non-finite flags of another state of the same sequences."""
-        self.non_finite = other.non_finite.select(list(range(self.store.sequences)))
-
     def crop(self, sequence: int, tokens: int) -> None:
         """Removes all but the first `tokens` tokens of a sequence, and everything concluded from the removed ones.
 
@@ -447,7 +435,7 @@ class NonFinite:
         self._read: HostCopy | None = None
 
     def guard(self, keys: Tensor, values: Tensor) -> None:
-        """Checks `[B, H_kv, T, D]`: raises NonFiniteError on a CPU, sets flags on a GPU."""
+        """Checks `[B, H_kv, T, D]`: raises NonFiniteError at once on a CPU, at a later host check on a GPU."""
         if self._flags.device.type == "cpu":
             if not (torch.isfinite(keys).all() & torch.isfinite(values).all()):
                 bad = ~(torch.isfinite(keys) & torch.isfinite(values)).flatten(1).all(1)

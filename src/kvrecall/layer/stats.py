@@ -63,7 +63,7 @@ class CacheStats:
 
 
 def _report(state: LayerState) -> LayerReport:
-    state.raise_non_finite()
+    state.non_finite.check()
     zones = [state.store.zones(b) for b in range(state.store.sequences)]
     tokens = {name: sum(getattr(z, name) for z in zones) for name in ("sink", "retrieval", "local", "buffer")}
     summaries = 0 if state.index is None else state.index.nbytes

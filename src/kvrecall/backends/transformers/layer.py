@@ -327,7 +327,7 @@ def rezoned(
     shape = shape or state.shape
     other = LayerState(state.layer, shape, method, state.counters.timed, observe_queries, tables, rows_on_device)
     other.scaling = state.scaling
-    other.flagged_as(state)
+    other.non_finite = state.non_finite.select(list(range(shape.sequences)))
     if state.log is not None and other.log is not None:
         other.log.take_over(state.log)
     zones = other.store.sizes
