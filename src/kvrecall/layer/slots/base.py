@@ -50,6 +50,8 @@ class SlotLayer(ABC):
 
     bad: Tensor
     """int32 `[slots]`, not 0 for sequences that were given a key or value that is not finite."""
+    early = False
+    """Whether `search_early` is part of a step."""
 
     def __init__(self, like: LayerState, slots: int) -> None:
         """like: a state of the kind that is to join, of any number of sequences."""
@@ -115,11 +117,6 @@ class SlotLayer(ABC):
 
     def search_early(self) -> None:  # noqa: B027 - optional: only a speculative trigger searches twice
         """Searches with the queries of the step before; work that `step` launches on another stream comes after it."""
-
-    @property
-    def early(self) -> bool:
-        """Whether `search_early` is part of a step."""
-        return False
 
     def begin_trial(self) -> None:  # noqa: B027 - optional: a trial of most layers leaves nothing that matters
         """The next step is a trial: `forget_trial` must be able to undo all that it changes."""

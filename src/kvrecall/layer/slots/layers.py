@@ -110,7 +110,8 @@ class Layers:
         for b, slot in enumerate(lease.numbers):
             blocks = lease.states[0].store.host[b].block_table.on(self.table.device)
             self.table[slot, : len(blocks)] = blocks[: self.table.shape[1]]
-        for plan, state in self._planned(lease):
+        for number, plan in enumerate(self.plans):
+            state = lease.states[self._numbers.index(number)]  # of a layer that follows it
             for b, slot in enumerate(lease.numbers):
                 plan.zones[slot] = state.store.zones(b)
         try:
@@ -195,10 +196,6 @@ class Layers:
                 plan.zones.pop(slot, None)
         for slot in lease.numbers:
             self.table[slot] = 0
-
-    def _planned(self, lease: SlotLease) -> list[tuple[ZonePlan, LayerState]]:
-        """Every plan, with the state of a layer that follows it."""
-        return [(plan, lease.states[self._numbers.index(number)]) for number, plan in enumerate(self.plans)]
 
     def _plan_of(self, state: LayerState) -> int | None:
         """The number of a layer's plan, made here if no earlier layer shares it; None if the device plans."""

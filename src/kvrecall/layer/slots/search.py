@@ -63,8 +63,8 @@ class SearchSlots(SlotLayer):
             self.zones = zones = DeviceZones(slots, heads, sizes, tokens, front, ring, device, like.segments is None)
             marks = Marks(zones.marks, zones.token_numbers) if like.marks_segments and like.segments is not None else None
         longest = 0 if like.segments is None else like.segments.longest
-        early, every_step = isinstance(trigger, Speculative), trigger.name == "every-step"
-        self.part = part = index.slot_step(SlotSpec(shape, sizes, tokens, top_k, host, plan, early, every_step, longest))
+        self.early, every_step = isinstance(trigger, Speculative), trigger.name == "every-step"
+        self.part = part = index.slot_step(SlotSpec(shape, sizes, tokens, top_k, host, plan, self.early, every_step, longest))
         """The index's part."""
         self.attention = StepAttention(
             host, shape.query_heads, front, ring, top_k, rows_kept(like, times), none, part.estimated_parts, part.spread
@@ -93,10 +93,6 @@ class SearchSlots(SlotLayer):
             and max(z.total - z.sink for z in zones) + room < self._tokens
             and self.part.fits(index, zones, room)
         )
-
-    @property
-    def early(self) -> bool:
-        return self.trigger.early
 
     def search_early(self) -> None:
         """Sees the same zones as this step's search: only the end of a step changes them."""
