@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -238,18 +239,16 @@ def fill_blocks(
 
 
 def _runs(places: dict[int, Place]) -> Iterator[tuple[int, int]]:
-    """(first block, number) of runs of contiguous blocks in one file."""
-    first, count = -1, 0
-    for block in sorted(places):
-        if count:
-            last, here = places[first + count - 1], places[block]
-            if block == first + count and here.file == last.file and here.offset == last.offset + last.nbytes:
-                count += 1
-                continue
-            yield first, count
-        first, count = block, 1
-    if count:
-        yield first, count
+    """(first block, number) of runs of contiguous blocks, of one size, in one file."""
+
+    def run(numbered: tuple[int, int]) -> tuple[str, int, int]:
+        number, block = numbered
+        place = places[block]
+        return place.file, place.offset - number * place.nbytes, block - number
+
+    for _, numbered in groupby(enumerate(sorted(places)), run):
+        blocks = [block for _, block in numbered]
+        yield blocks[0], len(blocks)
 
 
 def form_of(memory: BlockMemory, wanted: str) -> str:

@@ -18,6 +18,7 @@ from math import prod
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from kvrecall.cache.host_memory import available_host_bytes
@@ -179,11 +180,8 @@ class SavedSession(_Strict):
         }
 
 
-_SIZES = {"bool": 1, "uint8": 1, "int16": 2, "float16": 2, "bfloat16": 2, "int32": 4, "float32": 4, "int64": 8, "float64": 8}
-
-
 def _nbytes(tensor: SavedTensor) -> int:
-    return _SIZES[tensor.dtype] * prod(tensor.shape)
+    return getattr(torch, tensor.dtype).itemsize * prod(tensor.shape)
 
 
 def _check_end(sizes: dict[int, int], file: int, end: int) -> None:

@@ -152,7 +152,8 @@ class _NewSession:
         for table in cache.tables:
             for block in table.blocks[: cdiv(max(table.lengths.values()), block_size)]:
                 self._order.setdefault(block, len(self._order))
-        self._random, self._generation = secrets.token_hex(8), _generation(before)
+        earlier = [int(name.split("-")[0], 16) for name in before.sizes] if before is not None else []
+        self._random, self._generation = secrets.token_hex(8), (max(earlier, default=-1) + 1) % 2**32
         self.files: list[NewFile] = []
         self.memories: dict[tuple[int, str], WrittenMemory] = {}
         """Which blocks lie where; complete once there is an index."""
@@ -256,8 +257,3 @@ class _NewSession:
             offsets=[0 if w is None else w.place.offset for w in found],
             crcs=[0 if w is None else w.place.crc for w in found],
         )  # fmt: skip
-
-
-def _generation(before: SavedState | None) -> int:
-    names = [] if before is None else [int(name.split("-")[0], 16) for name in before.sizes]
-    return (max(names, default=-1) + 1) % 2**32
