@@ -49,6 +49,8 @@ class BlockMemory(ABC):
     """Memory of one layer in blocks of `block_size` tokens. Sequences that share blocks may belong to several threads."""
 
     block_size: int
+    block_bytes: int
+    """Bytes per block; of rows in eight bits, those that they would take in the dtype of the model."""
 
     def __init__(self) -> None:
         self._lock = RLock()
@@ -103,7 +105,7 @@ class BlockBytes(BlockMemory):
     def __init__(self, block_bytes: int, block_size: int, device: torch.device) -> None:
         """block_size: tokens of a block. Raises torch.OutOfMemoryError if a GPU has no memory for the first block."""
         super().__init__()
-        self.block_size = block_size
+        self.block_size, self.block_bytes = block_size, block_bytes
         self._region = region((cdiv(total_bytes(device), block_bytes), block_bytes), torch.uint8, device)
         self.committed = 0
         """How many blocks have memory: those below this id."""
@@ -112,11 +114,6 @@ class BlockBytes(BlockMemory):
     def tensor(self) -> Tensor:
         """uint8 `[most blocks, block_bytes]`."""
         return self._region.tensor
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes per block."""
-        return self.tensor.shape[1]
 
     def commit(self, blocks: int) -> None:
         """Gives memory to the blocks below id `blocks`. If memory is short, changes nothing and raises torch.OutOfMemoryError
@@ -183,7 +180,7 @@ class BlockRows(BlockMemory):
         self.shape, self.dtype = (heads, block_size, 2, dim), dtype
         """H_kv, block_size, 2, D; dtype of rows that are not in eight bits."""
         self._mapped, self._fp8 = mapped, fp8
-        self.block_size, self.device = block_size, device
+        self.block_size, self.block_bytes, self.device = block_size, prod(self.shape) * dtype.itemsize, device
         memory = self._reserved_on_device() if on_device else None
         self._place = self._reserved_on_host() if memory is None else _Place(memory, True)
         self._pending: torch.cuda.Event | None = None  # the end of the last copy from the GPU; copies arrive in order
@@ -350,7 +347,7 @@ class BlockRows(BlockMemory):
 
     def _reserved_on_host(self) -> _Place:
         """Reserves address space for as many blocks as host memory could hold, or fewer if the process may not have so much."""
-        block_bytes = block_nbytes(self.shape) if self._fp8 else self._block_bytes
+        block_bytes = block_nbytes(self.shape) if self._fp8 else self.block_bytes
         blocks = self._mapped + cdiv(total_host_bytes(), block_bytes)
         device = self.device if self.device.type == "cuda" else None
         while True:
@@ -370,14 +367,10 @@ class BlockRows(BlockMemory):
     def _reserved_on_device(self) -> Region | DeviceRegion | None:
         """The same on the device; None if it has no memory of its own, or no virtual memory management."""
         try:
-            return region((cdiv(total_bytes(self.device), self._block_bytes), *self.shape), self.dtype, self.device)
+            return region((cdiv(total_bytes(self.device), self.block_bytes), *self.shape), self.dtype, self.device)
         except (torch.OutOfMemoryError, DeviceError, OSError, MemoryError):
-            say_not_on_device(self._block_bytes, self.device)
+            say_not_on_device(self.block_bytes, self.device)
             return None
-
-    @property
-    def _block_bytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
 
 
 def _copy(rows: StoredRows, target: StoredRows) -> None:

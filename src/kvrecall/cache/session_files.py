@@ -260,10 +260,7 @@ def form_of(memory: BlockMemory, wanted: str) -> str:
 
 def block_nbytes(memory: BlockMemory, form: str) -> int:
     """Bytes of each block of a memory as it is written. form: "plain" or "fp8"."""
-    if isinstance(memory, BlockRows):
-        shape, dtype = memory.shape, memory.dtype
-        return fp8.block_nbytes(shape) if form == "fp8" else torch.Size(shape).numel() * dtype.itemsize
-    return memory.tensor[0].numel() * memory.tensor.element_size()
+    return fp8.block_nbytes(memory.shape) if isinstance(memory, BlockRows) and form == "fp8" else memory.block_bytes
 
 
 def block_bytes(memory: BlockMemory, block: int, place: int, tokens: int, form: str) -> Tensor:
