@@ -28,10 +28,9 @@ class LayerReport:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able."""
-        counters = asdict(self.counters)
+        own = asdict(self)
+        counters = own.pop("counters")
         del counters["attended_tokens"], counters["attended_rows"]
-        own = {"layer": self.layer, "tokens": self.tokens, "device_bytes": self.device_bytes}
-        own |= {"summary_bytes": self.summary_bytes, "host_bytes": self.host_bytes}
         return own | {"attended_per_step": round(self.counters.attended_per_step, 2)} | counters
 
 
