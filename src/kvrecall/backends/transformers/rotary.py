@@ -160,7 +160,7 @@ class _Probe:
             call_decoder(self._decoder, cache, input_ids=self._ids.repeat(2)[:, None], **given)
         for number, (k, v) in cache.seen.items():
             if k.ndim == v.ndim == 4 and k.shape[0] == 2 * TOKENS and k.shape[2] == 1:
-                keys, values = (_pairs(local(x)) for x in (k, v))
+                keys, values = (local(x)[:, :, 0].double().cpu().unflatten(0, (2, TOKENS)).transpose(1, 2) for x in (k, v))
                 eps = max(torch.finfo(dtype).eps for dtype in (k.dtype, v.dtype))
                 self.samples[number] = _Sample(keys, values, 8 * eps + 1e-3)
 
@@ -235,11 +235,6 @@ def conventions(width: int, dim: int) -> dict[Any, tuple[Tensor, Tensor, Tensor]
                     torch.cat([signs, torch.zeros_like(stays)]),
                 )
     return made
-
-
-def _pairs(x: Tensor) -> Tensor:
-    """Keys or values `[2 * tokens, H_kv, 1, D]` of a call as in `_Sample`."""
-    return x[:, :, 0].double().cpu().unflatten(0, (2, TOKENS)).transpose(1, 2)
 
 
 def _error(got: Tensor, wanted: Tensor, partner: Tensor) -> float:

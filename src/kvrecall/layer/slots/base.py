@@ -55,7 +55,7 @@ class SlotLayer(ABC):
 
     def __init__(self, like: LayerState, slots: int) -> None:
         """like: a state of the kind that is to join, of any number of sequences."""
-        self.shape, self.method, self.layer = replace(like.shape, sequences=slots), like.method, like.layer
+        self.shape, self.layer = replace(like.shape, sequences=slots), like.layer
         self.kind, self.memory = kind_of(like), like.store.memory
         """memory: of the rows, held so that it is not freed and its address stays."""
         self.groups: list[SlotAssignment] = []

@@ -29,7 +29,7 @@ class SlidingSlots:
         """cache: any cache of the kind that will join; its layer `number` gives the sizes. Raises CaptureError for head sizes
         without a kernel, and if the device has no memory for the rings."""
         layer: Any = cache.layers[number]
-        self.number, self.slots, self.window, keys = number, slots, int(layer.sliding_window), layer.keys
+        self.number, self.window, keys = number, int(layer.sliding_window), layer.keys
         _, heads, _, dim = keys.shape
         if dim not in HEAD_DIMS or layer.values.shape != keys.shape:
             sizes = f"{dim} and {layer.values.shape[-1]} numbers"

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvrecall.backends.transformers.fingerprint import adapter_settings
+from kvrecall.backends.transformers.rotary import local
 from kvrecall.backends.transformers.weights import has_adapters
 
 _SCALARS = (bool, int, float, str, type(None))
@@ -52,6 +52,6 @@ def _ours(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("kvrecall.")
 
 
-def _place(tensor: torch.Tensor | nn.Parameter) -> tuple[Any, ...]:
-    local: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator]
-    return local.data_ptr(), tuple(local.shape), local.dtype, tuple(local.stride())
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    own = local(tensor)
+    return own.data_ptr(), tuple(own.shape), own.dtype, tuple(own.stride())

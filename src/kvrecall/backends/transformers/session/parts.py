@@ -25,10 +25,9 @@ class LateRotary(Rotary):
     """The rotary embedding of a session's layers, which is asked of the model once the model is there."""
 
     def __init__(self, partner: Tensor) -> None:
-        self.partner, self.own = partner, None
-        """own: the model's."""
-
-    own: Rotary | None
+        self.partner = partner
+        self.own: Rotary | None = None
+        """The model's."""
 
     def cos_sin(self, first: int, count: int) -> tuple[Tensor, Tensor]:
         if self.own is None:
