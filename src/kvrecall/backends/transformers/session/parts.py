@@ -52,13 +52,9 @@ def meet(rotaries: dict[int, LateRotary], model: PreTrainedModel) -> None:
         late.own = late.own or own
 
 
-def archive_cache(
-    cache: CacheState, archive: Archive, tokens: int | None = None, sequences: int | None = None
-) -> dict[int, LateRotary]:
-    """All that belongs to no layer of ours. tokens, sequences: of what is read back. Returns the rotary embeddings that wait
-    for their model, by layer."""
-    tokens = cache.get_seq_length() if tokens is None else tokens
-    sequences = cache.sequences if sequences is None else sequences
+def archive_cache(cache: CacheState, archive: Archive, tokens: int, sequences: int) -> dict[int, LateRotary]:
+    """All that belongs to no layer of ours. tokens, sequences: of what is saved or read back. Returns the rotary embeddings
+    that wait for their model, by layer."""
     cache.tokens.archive(archive.under("tokens"), sequences, tokens)
     valid = archive.optional("valid", cache.valid, (sequences, tokens), torch.bool)
     if archive.flag("torn", False):

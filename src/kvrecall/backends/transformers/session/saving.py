@@ -123,7 +123,7 @@ def _archived(cache: CacheState, states: list[LayerState]) -> dict[str, Notes]:
     """What each layer and then the cache itself remember, by the part's name in the index. Nothing is copied."""
     noted, own = {}, Archive(torch.device("cpu"))
     with lasting_tensors(), torch.no_grad():
-        parts.archive_cache(cache, own)
+        parts.archive_cache(cache, own, cache.get_seq_length(), cache.sequences)
         for state in states:
             writer = Archive(state.shape.device)
             writer.integers("tokens", [zone.length for zone in state.store.host])
