@@ -381,27 +381,24 @@ class LayerState(Reversible):
         return other
 
     def end_prompts(self, sequences: list[int], coming: int = 0) -> None:
-        """Ends prompts that were read since the last decode step and drops earlier selections. coming: tokens of the step that
-        are not stored yet."""
+        """Ends prompts that were read since the last decode step: the index sees their last queries, and earlier selections are
+        dropped. coming: tokens of the step that are not stored yet."""
         for b in sequences:
-            if self.index is not None and (begin := self.prompt_from[b]) not in (None, -1):
-                self._end_prompt(b, begin, self.store.zones(b).total - 1 + coming)
-
-    def _end_prompt(self, sequence: int, begin: int, end: int) -> None:
-        """The first decode step after a chunk of a prompt: the index sees the prompt's last queries."""
-        assert self.index is not None
-        self.trigger.forget(sequence)  # selections made before this prompt cannot contain it
-        self.held.pop(sequence, None)
-        zones = self.store.zones(sequence)
-        with self.clock("build"), self.building_index():
-            self.index.mark_prompt(sequence, begin - zones.sink, end - zones.sink)
-            self.index.end_of_prompt(sequence, None if self.log is None else self.log.seen(sequence), zones.sink)
-        self.statics.forget(sequence, count=True)  # chosen again, by this prompt's last queries
-        if self.log is not None:
-            self.log.shrink(sequence, self.decode_window)
-        if self.segments is not None:
-            self.segments.cut(sequence, zones.sink + zones.retrieval, end)
-        self.prompt_from[sequence] = None
+            if self.index is None or (begin := self.prompt_from[b]) in (None, -1):
+                continue
+            self.trigger.forget(b)  # selections made before this prompt cannot contain it
+            self.held.pop(b, None)
+            zones = self.store.zones(b)
+            end = zones.total - 1 + coming
+            with self.clock("build"), self.building_index():
+                self.index.mark_prompt(b, begin - zones.sink, end - zones.sink)
+                self.index.end_of_prompt(b, None if self.log is None else self.log.seen(b), zones.sink)
+            self.statics.forget(b, count=True)  # chosen again, by this prompt's last queries
+            if self.log is not None:
+                self.log.shrink(b, self.decode_window)
+            if self.segments is not None:
+                self.segments.cut(b, zones.sink + zones.retrieval, end)
+            self.prompt_from[b] = None
 
     def begin_static(self, sequence: int) -> None:
         """Begins a step: does its share of the work for the next static set, and installs the set when it is due."""
