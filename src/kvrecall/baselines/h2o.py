@@ -66,9 +66,6 @@ class AccumulatedIndex(TokenIndex):
     def nbytes(self) -> int:
         return self._sums.nbytes + self._left.nbytes
 
-    def bind(self, sources: Sequence[RowSource]) -> None:
-        self._sources = sources
-
     def append(self, sequence: int, keys: Tensor) -> None:
         heads, count = keys.shape[:2]
         self._left.append(sequence, torch.ones(heads, count, self._group, dtype=torch.bool, device=keys.device))

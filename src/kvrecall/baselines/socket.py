@@ -6,7 +6,7 @@ sum over the tables of the probability that the query falls into its bucket, tim
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvrecall.cache.copies import zone_rows
 from kvrecall.core.errors import ParameterError
-from kvrecall.index.base import IndexConfig, LayerShape, RowSource
+from kvrecall.index.base import IndexConfig, LayerShape
 from kvrecall.index.hashing import check_tables, hash_codes, hyperplanes, patterns
 from kvrecall.index.table import TokenTable
 from kvrecall.index.tokens import TableIndex
@@ -62,11 +62,6 @@ class SoftHashIndex(TableIndex):
         super().__init__(shape, config, codes=codes, norms=norms)
         self._config = config
         self._planes = hyperplanes(shape.head_dim, config.tables, config.bits, config.seed, shape.device)
-        self._sources: Sequence[RowSource] = ()
-
-    def bind(self, sources: Sequence[RowSource]) -> None:
-        self._sources = sources
-        super().bind(sources)
 
     def append(self, sequence: int, keys: Tensor) -> None:
         """Reads the values from the host for their norms; rows are stored before their keys are appended."""

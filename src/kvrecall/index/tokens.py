@@ -111,6 +111,7 @@ class TableIndex(TokenIndex):
         return sum(table.nbytes for table in self.tables.values())
 
     def bind(self, sources: Sequence[RowSource]) -> None:
+        super().bind(sources)
         for table in self.tables.values():
             table.bind(sources)
 
