@@ -20,7 +20,7 @@ from kvrecall.index.base import Captured, LayerShape
 from kvrecall.index.units import Units, fill_budget
 from kvrecall.index.units.pages import PageConfig, PageIndex
 from kvrecall.methods.base import Method
-from kvrecall.select.gqa import reduce_scores
+from kvrecall.select.gqa import ranking
 from kvrecall.select.topk import union_rows
 
 
@@ -116,11 +116,9 @@ class MilestoneIndex(PageIndex):
         units, now = self.units(sequence), self._step[sequence]
         size, tokens = self._rule.page_tokens, units.members.shape[1]
         times = self._current(sequence, units)
-        scores = self.score(query, units, budget.scaling)
-        ranked = reduce_scores(scores, self.gqa, budget.scaling)
-        ranked = ranked if self.gqa == "per_head" else ranked.unsqueeze(1)
         left = times >= 0
-        ranked = ranked.masked_fill(~left, float("-inf"))
+        scores = self.score(query, units, budget.scaling)
+        ranked = ranking(scores, self.gqa, budget.scaling).masked_fill(~left, float("-inf"))
         marked = (left.sum(-1, keepdim=True) * self._rule.stamp_ratio).ceil()
         order = torch.sort(ranked, dim=-1, descending=True, stable=True).indices
         place = torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))

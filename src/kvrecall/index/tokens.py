@@ -40,7 +40,7 @@ from kvrecall.index.base import (
 )
 from kvrecall.index.step import IndexStep, SlotSpec, SlotStep
 from kvrecall.index.table import SequenceRows, TokenTable
-from kvrecall.select.gqa import reduce_scores, search_queries
+from kvrecall.select.gqa import ranking, reduce_scores, search_queries
 from kvrecall.select.queries import ObservedQueries
 from kvrecall.select.topk import top_k_positions, union_rows
 
@@ -433,12 +433,6 @@ class TrainedIndex(TokenIndex):
 def archive_excluded(archive: Archive, ids: Tensor | None, heads: int, tokens: int) -> Tensor | None:
     """Saves or loads excluded ids int32 `[H_kv, m]` of a sequence of `tokens` tokens."""
     return archive.optional("excluded", ids, (heads, None), torch.int32, least=0, below=tokens, ascending=True)
-
-
-def ranking(scores: Tensor, gqa: str, scaling: float) -> Tensor:
-    """Ranking scores fp32 `[H_kv, S, n]` of scores `[H_kv, G', n]`; see `TokenIndex.rank`."""
-    reduced = reduce_scores(scores, gqa, scaling)
-    return reduced if gqa == "per_head" else reduced.unsqueeze(-2)
 
 
 def best_tokens(ranks: Tensor, top_k: int, excluded: Tensor | None) -> tuple[Tensor, Tensor]:

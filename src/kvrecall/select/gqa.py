@@ -50,3 +50,9 @@ def reduce_scores(scores: Tensor, mode: str, scaling: float) -> Tensor:
             return (weights / total).mean(-2).float().masked_fill(scores.isneginf().all(-2), float("-inf"))
         return (shifted - torch.log(total)).amax(-2).float()  # its logarithm: small shares must not underflow to ties
     return scores.amax(-2)
+
+
+def ranking(scores: Tensor, mode: str, scaling: float) -> Tensor:
+    """As `reduce_scores`, by searches: fp32 `[..., G, C]` -> `[..., S, C]` with S = G searches for `per_head`, else one."""
+    reduced = reduce_scores(scores, mode, scaling)
+    return reduced if mode == "per_head" else reduced.unsqueeze(-2)

@@ -13,7 +13,7 @@ from kvrecall.core.structs import Budget
 from kvrecall.index.base import RowSource
 from kvrecall.index.query_centroids import reference
 from kvrecall.index.query_centroids.lists import CentroidLists, Recalled, best_positions
-from kvrecall.select.gqa import reduce_scores
+from kvrecall.select.gqa import ranking
 from kvrecall.select.topk import union_rows
 
 
@@ -81,8 +81,7 @@ def rerank(
     else:
         scores = reference.score_rows(queries, source, ids)
     scores = scores.masked_fill((ids < 0).unsqueeze(1), float("-inf"))
-    ranked = reduce_scores(scores, mode, budget.scaling)
-    ranked = ranked if mode == "per_head" else ranked.unsqueeze(1)
+    ranked = ranking(scores, mode, budget.scaling)
     if excluded is not None:
         ranked = ranked.masked_fill(_among(ids, excluded.to(ids.device)).unsqueeze(1), float("-inf"))
     place = best_positions(ranked, budget.top_k).long()

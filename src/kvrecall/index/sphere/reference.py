@@ -23,7 +23,7 @@ from kvrecall.index.sphere.codes import (
 )
 from kvrecall.index.sphere.cos_sin import SPAN
 from kvrecall.index.sphere.schedule import StageSizes
-from kvrecall.select.gqa import reduce_scores
+from kvrecall.select.gqa import ranking
 from kvrecall.select.topk import top_k_positions, union_rows
 
 
@@ -186,8 +186,7 @@ def stage_two(
     estimates = estimate_scores(picked, queries)  # [H_kv, G', C]
     if shifts is not None:
         estimates = estimates + _of_tokens(shifts, codes.signs.shape[-2]).gather(-1, candidates.expand_as(estimates))
-    if mode != "per_head":
-        estimates = reduce_scores(estimates, mode, scaling).unsqueeze(1)
+    estimates = ranking(estimates, mode, scaling)
     excluded_rows = _zero_norm(codes).expand(-1, candidates.shape[1], -1).gather(-1, candidates)
     best = top_k_positions(estimates.masked_fill(excluded_rows, float("-inf")), top_k)
     return union_rows(candidates.gather(-1, best).to(torch.int32))

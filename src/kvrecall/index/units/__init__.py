@@ -19,7 +19,7 @@ from kvrecall.core.per_sequence import PerSequence
 from kvrecall.core.structs import Budget, Selection, lasting_tensors
 from kvrecall.index.base import Index, IndexConfig, LayerShape, stack_selections
 from kvrecall.index.units.plan import UnitKind, plan_row
-from kvrecall.select.gqa import reduce_scores, search_queries
+from kvrecall.select.gqa import ranking, search_queries
 from kvrecall.select.topk import union_rows
 
 if TYPE_CHECKING:
@@ -170,8 +170,12 @@ class UnitIndex(PerSequence, Index):
 
 def search_units(scores: Tensor, units: Units, gqa: str, budget: Budget) -> tuple[Tensor, Tensor]:
     """Ids and counts, for `stack_selections`, of the units that fill the budget, by scores fp32 `[H_kv, G', U]`."""
-    ranked = reduce_scores(scores.masked_fill((units.sizes == 0).unsqueeze(1), float("-inf")), gqa, budget.scaling)
-    return union_rows(_fill(ranked if gqa == "per_head" else ranked.unsqueeze(1), units, budget.top_k))
+    ranked = ranking(scores.masked_fill((units.sizes == 0).unsqueeze(1), float("-inf")), gqa, budget.scaling)
+    if ranked.device.type == "cpu":
+        from kvrecall.index.units import cpu
+
+        return union_rows(cpu.fill_budget(ranked, units.members, units.offsets, budget.top_k))
+    return union_rows(fill_budget(ranked, units, budget.top_k))
 
 
 def archive_units(archive: Archive, units: Units, width: int, dtype: torch.dtype, tokens: int) -> Units:
@@ -217,11 +221,3 @@ def fill_budget(ranked: Tensor, units: Units, top_k: int) -> Tensor:
             within = torch.arange(len(firsts), device=ranked.device) - (taken.cumsum(0) - taken).repeat_interleave(taken)
             out[h, s, : len(firsts)] = units.members[h][firsts + within]
     return out
-
-
-def _fill(ranked: Tensor, units: Units, top_k: int) -> Tensor:
-    if ranked.device.type == "cpu":
-        from kvrecall.index.units import cpu
-
-        return cpu.fill_budget(ranked, units.members, units.offsets, top_k)
-    return fill_budget(ranked, units, top_k)
