@@ -9,6 +9,7 @@ exp(q c) times the sum of its values to the output. That is one row of key c and
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import ClassVar
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from kvrecall.cache.copies import zone_rows
 from kvrecall.core.archive import Archive
 from kvrecall.core.errors import ParameterError
-from kvrecall.core.structs import Budget, Rows, Selection
+from kvrecall.core.structs import Budget, Selection, stack_rows
 from kvrecall.fetch import Direct
 from kvrecall.index.base import Captured, LayerShape
 from kvrecall.index.units import Units, archive_units
@@ -107,10 +108,8 @@ class EstimatingIndex(ClusterIndex):
         selection = super().search(queries, budget, sequences)
         grouped = queries.float().unflatten(1, (self._kv_heads, -1))
         estimates = [self._estimate(q, ids, b, budget) for q, ids, b in zip(grouped, selection.ids, sequences, strict=True)]
-        width = max(kv.shape[1] for kv, _, _ in estimates)
-        kv = torch.stack([torch.nn.functional.pad(x, (0, 0, 0, 0, 0, width - x.shape[1])) for x, _, _ in estimates])
-        bias = torch.stack([torch.nn.functional.pad(x, (0, width - x.shape[1])) for _, x, _ in estimates])
-        return replace(selection, estimated=Rows(kv, torch.stack([count for _, _, count in estimates]), bias))
+        rows = stack_rows([(kv, count) for kv, _, count in estimates], [bias for _, bias, _ in estimates])
+        return replace(selection, estimated=rows)
 
     def _estimate(self, queries: Tensor, ids: Tensor, sequence: int, budget: Budget) -> tuple[Tensor, Tensor, Tensor]:
         """Rows `[H_kv, E, 2, D]`, bias `[H_q, E]` and counts `[H_kv]`: the best units without selected tokens."""
@@ -124,7 +123,7 @@ class EstimatingIndex(ClusterIndex):
         free = (before[:, 1:] == before[:, :-1]) & (units.sizes > 0)
         scores = self.score(queries, units, budget.scaling).masked_fill((units.sizes == 0).unsqueeze(1), float("-inf"))
         ranked = reduce_scores(scores, "mean_softmax", budget.scaling).masked_fill(~free, float("-inf"))
-        wanted = -int(-self._ratio * units.reps.shape[1] // 1)
+        wanted = ceil(self._ratio * units.reps.shape[1])
         best = torch.sort(ranked, dim=-1, descending=True, stable=True).indices[:, :wanted]
         at = best.unsqueeze(-1).expand(-1, -1, values.shape[2])
         kv = torch.stack([units.reps.gather(1, at), values.gather(1, at)], 2)
