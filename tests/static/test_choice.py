@@ -30,7 +30,7 @@ def observed(queries: Tensor, start: int) -> ObservedQueries:
 def window_shares(seen: ObservedQueries, zone: Tensor, others: list[tuple[Tensor, int]], offset: int, scaling: float) -> Tensor:
     """Attention shares fp32 `[H_kv, G, W, n]` of a zone's keys for the observed queries; arguments: see `Observation`."""
     total = static._total([static._mass(seen, zone, offset, scaling)], seen, others, scaling)
-    return static._shares(seen, total, zone, offset, scaling)
+    return static.shares(seen, total, zone, offset, scaling)
 
 
 def naive_shares(queries: Tensor, start: int, keys: Tensor) -> Shares:

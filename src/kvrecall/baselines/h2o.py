@@ -22,6 +22,7 @@ from kvrecall.index.table import SequenceRows
 from kvrecall.index.tokens import TokenIndex
 from kvrecall.methods.base import Method
 from kvrecall.select.queries import ObservedQueries
+from kvrecall.static.choice import shares
 
 _SHARES = 2**24
 """Attention shares computed at a time: bounds them to 64 MB in fp32."""
@@ -147,9 +148,8 @@ class AccumulatedIndex(TokenIndex):
             if not ids.shape[1]:
                 return
             keys = self._sources[sequence].gather(ids.cpu())[:, :, 0].to(sums.device)
-            shares = given(observed, keys, -1, scaling) * (attended >= 0).unsqueeze(-1)
-            at = (ids + offset).unsqueeze(-1).expand_as(shares)
-            sums.scatter_add_(1, at, shares)
+            received = given(observed, keys, -1, scaling) * (attended >= 0).unsqueeze(-1)
+            sums.scatter_add_(1, (ids + offset).unsqueeze(-1).expand_as(received), received)
             return
         for block in self._sources[sequence].blocks():
             sums[:, start : start + block.shape[1]] += given(observed, block[:, :, 0].to(sums.device), start, scaling)
@@ -160,18 +160,13 @@ def given(observed: ObservedQueries, keys: Tensor, start: int, scaling: float) -
     """Attention of observed queries to keys `[H_kv, n, D]`, summed over the queries: fp32 `[H_kv, n, G]`.
 
     start: position of the first key; a query does not attend to later keys. -1: all keys come before the queries."""
-    total = torch.zeros(
-        keys.shape[0], keys.shape[1], observed.queries.shape[0] // keys.shape[0], device=keys.device, dtype=torch.float32
-    )
-    step = max(1, _SHARES // max(1, keys.shape[1] * observed.queries.shape[0]))
-    seen_by = torch.arange(observed.queries.shape[1], device=keys.device) + observed.start
-    positions = torch.arange(keys.shape[1], device=keys.device) + start if start >= 0 else None
-    for i in range(0, observed.queries.shape[1], step):
-        queries, lse = (x[:, i : i + step].float().unflatten(0, (keys.shape[0], -1)) for x in (observed.queries, observed.lse))
-        logits = torch.einsum("hgtd,hnd->hgtn", queries, keys.float()) * scaling - lse.unsqueeze(-1)
-        if positions is not None:
-            logits = logits.masked_fill(positions > seen_by[i : i + step].unsqueeze(1), float("-inf"))
-        total += logits.exp().sum(2).transpose(1, 2)
+    (heads, tokens, _), (query_heads, count, _) = keys.shape, observed.queries.shape
+    total = torch.zeros(heads, tokens, query_heads // heads, device=keys.device, dtype=torch.float32)
+    first = observed.start + 1 - tokens if start < 0 else start
+    step = max(1, _SHARES // max(1, tokens * query_heads))
+    for i in range(0, count, step):
+        part = observed.part(i, i + step)
+        total += shares(part, part.lse.unflatten(0, (heads, -1)), keys, first, scaling).sum(2).transpose(1, 2)
     return total
 
 

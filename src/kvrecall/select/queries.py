@@ -24,10 +24,14 @@ class ObservedQueries:
     lse: Tensor
     start: int
 
+    def part(self, first: int, stop: int) -> ObservedQueries:
+        """Those with numbers first .. stop - 1, as views."""
+        return ObservedQueries(self.queries[:, first:stop], self.lse[:, first:stop], self.start + first)
+
     def last(self, count: int) -> ObservedQueries:
         """The last `count` of them, or all there are."""
-        skipped = max(0, self.queries.shape[1] - count)
-        return ObservedQueries(self.queries[:, skipped:], self.lse[:, skipped:], self.start + skipped)
+        whole = self.queries.shape[1]
+        return self.part(max(0, whole - count), whole)
 
 
 def archive_observed(archive: Archive, observed: ObservedQueries | None, query: tuple[int, int]) -> ObservedQueries | None:
@@ -86,7 +90,7 @@ class QueryLog(PerSequence):
         log = self._logs[sequence]
         if log is not None:
             left = max(0, min(log.queries.shape[1], tokens - log.start))
-            self._logs[sequence] = ObservedQueries(log.queries[:, :left], log.lse[:, :left], log.start) if left else None
+            self._logs[sequence] = log.part(0, left) if left else None
 
     def archive(self, archive: Archive, query: tuple[int, int]) -> None:
         """Saves or loads the queries of every sequence; see `core.archive`. query: sizes (H_q, D) of a query."""

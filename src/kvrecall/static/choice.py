@@ -138,7 +138,7 @@ class ObservationWindow(StaticChoice):
             where = zone[:, part], offset + part.start, scaling
             _mean_shares(observed, *where, total, scores[:, part])
             if sight.count is None and self.ratio == "online":
-                ends.append(torch.cat([_shares(*_one(observed, total, w), *where) for w in (0, -1)], 2))
+                ends.append(torch.cat([shares(*_one(observed, total, w), *where) for w in (0, -1)], 2))
             yield WEIGHED * (part.stop - part.start)
         count = self.tokens(sight.top_k, _overlap(torch.cat(ends, -1), sight.top_k) if ends else 0.0)
         count = count if sight.count is None else sight.count
@@ -188,26 +188,26 @@ def pooled(scores: Tensor, radius: int) -> Tensor:
     return torch.nn.functional.avg_pool1d(scores.double().unsqueeze(1), 2 * radius + 1, 1, radius).squeeze(1).float()
 
 
-def _shares(observed: ObservedQueries, total: Tensor, keys: Tensor, start: int, scaling: float) -> Tensor:
-    """Shares fp32 `[H_kv, G, W, n]` of keys for the observed queries, whose log-sum-exps are total `[H_kv, G, W]`."""
+def shares(observed: ObservedQueries, total: Tensor, keys: Tensor, start: int, scaling: float) -> Tensor:
+    """Shares fp32 `[H_kv, G, W, n]` of the observed queries' attention, with log-sum-exps total fp32 `[H_kv, G, W]`, that go to
+    keys `[H_kv, n, D]` from position `start` on. A query does not see keys behind it."""
     return _logits(observed, keys, start, scaling).sub_(total.unsqueeze(-1)).exp_()
 
 
 def _mean_shares(observed: ObservedQueries, keys: Tensor, start: int, scaling: float, total: Tensor, scores: Tensor) -> None:
-    """Fills scores fp32 `[H_kv, n]` with the means of `_shares` over group and window."""
+    """Fills scores fp32 `[H_kv, n]` with the means of `shares` over group and window."""
     if _by_kernels(observed, keys):
         from kvrecall.static import kernels  # Triton takes a second to import
 
         kernels.mean_shares(observed, keys, start, scaling, total, scores)
     else:
-        scores.copy_(_shares(observed, total, keys, start, scaling).mean((1, 2)))
+        scores.copy_(shares(observed, total, keys, start, scaling).mean((1, 2)))
 
 
 def _one(observed: ObservedQueries, total: Tensor, w: int) -> tuple[ObservedQueries, Tensor]:
     """Query w of the window, and its log-sum-exps; w may be -1, the last one."""
     w %= observed.queries.shape[1]
-    part = slice(w, w + 1)
-    return ObservedQueries(observed.queries[:, part], observed.lse[:, part], observed.start + w), total[:, :, part]
+    return observed.part(w, w + 1), total[:, :, w : w + 1]
 
 
 def _mass(observed: ObservedQueries, keys: Tensor, start: int, scaling: float) -> Tensor:

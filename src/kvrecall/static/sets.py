@@ -196,7 +196,12 @@ class StaticSets(PerSequence):
         ages by one step. layer: layer number, which sets the starting age. look: see `work`."""
         left = self.due(sequence)
         if left is not None and self.work(sequence, left, look):
-            self._put(sequence, layer)
+            refresh, config, first = self._refreshes[sequence], self.config, self.sets[sequence] is None
+            assert refresh is not None and config is not None
+            chosen = refresh.put(sequence)
+            age = first_age(layer, config.interval, config.lead) if first else 0
+            self.sets[sequence] = StaticSet(chosen.ids, chosen.rows, age)
+            self._counts[sequence], self._refreshes[sequence] = chosen.ids.shape[1], None
             return True
         if left != 0:
             self.grow_older(sequence, 1)
@@ -273,14 +278,6 @@ class StaticSets(PerSequence):
                     part.refuse("refresh?", "false without an index and a static set", True)
                 restored = StaticRefresh.archived(part.under("refresh"), refresh, self.config, shape, sources[b], index)
                 self._refreshes[b] = restored
-
-    def _put(self, sequence: int, layer: int) -> None:
-        refresh, config, first = self._refreshes[sequence], self.config, self.sets[sequence] is None
-        assert refresh is not None and config is not None
-        chosen = refresh.put(sequence)
-        age = first_age(layer, config.interval, config.lead) if first else 0
-        self.sets[sequence] = StaticSet(chosen.ids, chosen.rows, age)
-        self._counts[sequence], self._refreshes[sequence] = chosen.ids.shape[1], None
 
 
 @cache

@@ -123,10 +123,8 @@ def absorb(lists: CentroidLists, keys: Tensor, first: int, scaling: float) -> Ce
     known, scores = lists.ids.masked_fill(again, -1), lists.scores.float().masked_fill(again, float("-inf"))
     both = torch.cat([scores, fresh.to(torch.bfloat16).float()], -1)
     best = best_positions(both, lists.ids.shape[-1]).long()
-    ids = torch.cat([known, new_ids], -1).gather(-1, best)
-    scores = both.gather(-1, best)
-    ids, scores = _pad_last(ids, scores)
-    return CentroidLists(lists.queries, lists.norms, lists.lse, ids, scores.to(torch.bfloat16), lists.head)
+    ids, scores = _pad_last(torch.cat([known, new_ids], -1).gather(-1, best), both.gather(-1, best))
+    return replace(lists, ids=ids, scores=scores.to(torch.bfloat16))
 
 
 def replace_oldest(lists: CentroidLists, newest: CentroidLists) -> CentroidLists:
@@ -146,7 +144,7 @@ def truncate(lists: CentroidLists, tokens: int) -> CentroidLists:
     """Lists without the ids from `tokens` on."""
     gone = lists.ids >= tokens
     ids, scores = _pad_last(lists.ids.masked_fill(gone, -1), lists.scores.masked_fill(gone, float("-inf")))
-    return CentroidLists(lists.queries, lists.norms, lists.lse, ids, scores, lists.head)
+    return replace(lists, ids=ids, scores=scores)
 
 
 class Recalled(NamedTuple):
