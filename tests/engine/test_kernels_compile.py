@@ -258,7 +258,7 @@ def test_attention_to_whole_zones_of_the_device(
 
 @pytest.mark.parametrize(("dim", "capability"), SIZES)
 def test_taking_a_part_into_an_attention(dim: int, capability: int, launches: dict[str, Any]) -> None:
-    from kvrecall.merge.cuda import take_in
+    from kvrecall.merge.kernels import take_in
 
     take_in(*(Partial(torch.zeros(1, 8, 300, dim), torch.zeros(1, 8, 300)) for _ in range(2)))
     assert {kernel.__name__ for kernel, *_ in launches.values()} == {"take_in_kernel"}

@@ -13,7 +13,7 @@ from tests.strategies import HEAD_DIMS, gaussian, generator, poisoned
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
 from kvrecall.attend.cuda import attend_rows
-from kvrecall.merge.cuda import merge_parts, merge_splits
+from kvrecall.merge.kernels import merge_parts, merge_splits
 
 HEADS = 2
 

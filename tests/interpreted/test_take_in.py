@@ -7,7 +7,7 @@ import torch
 
 from kvrecall.core.structs import Partial
 from kvrecall.merge import merge
-from kvrecall.merge.cuda import take_in
+from kvrecall.merge.kernels import take_in
 from tests.strategies import gaussian
 
 

@@ -16,7 +16,7 @@ from kvrecall.attend.kernels import attend_block
 from kvrecall.core.launch import cdiv, launch, next_power_of_2
 from kvrecall.core.structs import HostRows, Partial, Rows
 from kvrecall.core.triton import load_rows
-from kvrecall.merge.cuda import merge_splits
+from kvrecall.merge.kernels import merge_splits
 
 _PART_ROWS = 16
 """Rows per program."""

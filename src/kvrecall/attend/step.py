@@ -21,7 +21,7 @@ from kvrecall.attend.row_cache import CacheArguments, RowCache
 from kvrecall.core.launch import cdiv, launch, next_power_of_2, overlapping
 from kvrecall.core.structs import AttentionParams, HostTable
 from kvrecall.core.triton import begin, end
-from kvrecall.merge.cuda import merge_step
+from kvrecall.merge.kernels import merge_step
 
 _CHOSEN_ROWS, _CHOSEN_PARTS = 16, 48
 """Selected rows per program; few, to spread reads of the host, unless one program could not merge all parts."""

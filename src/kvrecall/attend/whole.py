@@ -18,7 +18,7 @@ from kvrecall.attend.kernels import store_new
 from kvrecall.core.launch import cdiv, launch, next_power_of_2, overlapping
 from kvrecall.core.structs import AttentionParams
 from kvrecall.core.triton import begin, capped, end
-from kvrecall.merge.cuda import merge_step
+from kvrecall.merge.kernels import merge_step
 
 _MOST_PARTS = 64
 _ROW_BYTES = 16384

@@ -19,7 +19,7 @@ from kvrecall.attend.kernels import flag_odd
 from kvrecall.core.launch import cdiv, launch, next_power_of_2, overlapping
 from kvrecall.core.structs import AttentionParams, HostTable, Partial
 from kvrecall.core.triton import begin, capped, end
-from kvrecall.merge.cuda import merge_splits, merge_step
+from kvrecall.merge.kernels import merge_splits, merge_step
 
 _MOST_PARTS, _MOST_STEP_PARTS = 256, 47
 """Parts of a zone, in one attention and in a captured step, where one program merges them with the part of other rows. 47 is

@@ -18,7 +18,7 @@ def merge(parts: list[Partial]) -> Partial:
         (part,) = parts
         return part if part.out.dtype == torch.float32 else Partial(part.out.float(), part.lse)
     if parts[0].out.shape[2] == 1 and len(parts) <= 64 and kernels_available(parts[0].out.device):
-        from kvrecall.merge.cuda import merge_parts
+        from kvrecall.merge.kernels import merge_parts
 
         return Partial(*merge_parts([p.out.float() for p in parts], [p.lse for p in parts]))
     lse = torch.stack([p.lse for p in parts])
@@ -35,7 +35,7 @@ def merge_in_turn(parts: list[Partial], coming: Iterable[Partial]) -> Partial:
     one's memory as it arrives, so few parts exist at a time."""
     if not kernels_available(parts[0].out.device):
         return merge([*parts, *coming])
-    from kvrecall.merge.cuda import take_in
+    from kvrecall.merge.kernels import take_in
 
     so_far = Partial(parts[0].out.float(), parts[0].lse.contiguous())
     for part in chain(parts[1:], coming):

@@ -22,7 +22,7 @@ from kvrecall.core.structs import AttentionParams, lasting_tensors
 from kvrecall.index.base import SEARCH_FIELDS, IndexConfig, LayerShape, PagedKernels, PagedSizes
 from kvrecall.index.statistics import LayerStatistics
 from kvrecall.merge import merge_in_turn, with_sinks
-from kvrecall.merge.cuda import merge_step
+from kvrecall.merge.kernels import merge_step
 from kvrecall.methods.base import Method
 from kvrecall.step.aside import BEHIND, Aside
 from kvrecall.step.forward_pass import OwnChunkAttention, Pass, Window
