@@ -36,10 +36,10 @@ def attend_rows(queries: Tensor, rows: Rows | HostRows, scaling: float, softcap:
 def attend_selected(
     queries: Tensor, table: HostTable, ids: Tensor, counts: Tensor, scaling: float, softcap: float = 0.0
 ) -> Partial:
-    """See `host.attend_selected`: attention to selected rows in host memory, in place."""
-    from kvrecall.attend import host
+    """See `cpu.attend_selected`: attention to selected rows in host memory, in place."""
+    from kvrecall.attend import cpu
 
-    return host.attend_selected(queries, table, ids, counts, scaling, softcap)
+    return cpu.attend_selected(queries, table, ids, counts, scaling, softcap)
 
 
 def attend_zones(

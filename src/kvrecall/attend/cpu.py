@@ -1,6 +1,9 @@
 """Decode attention over a set of rows on the CPU, by numba: rows are read in place, once for all query heads of a group (bytes:
 2 D numbers per row and KV head; torch's kernel reads them once per query head).
 
+`attend_selected` reads selected rows in host memory (CTkvr section 3.2): only the query and the result are copied between host
+and device. It releases the interpreter's lock.
+
 Threads share pieces of `PIECE` rows of each KV head, so that few heads keep many threads busy. The pieces of a head are merged
 by their log-sum-exp. Sums do not depend on the number of threads.
 """
@@ -17,18 +20,23 @@ from torch import Tensor
 
 from kvrecall.core.numba import (
     E4M3,
+    PARALLEL,
     QUERIES,
     add_row,
     as_bits,
     as_words,
+    first_pieces,
     from_word_order,
     in_word_order,
     load_row,
+    numba_threads,
     numbers_per_word,
     parallel_njit,
+    places_of,
+    row_bits,
     score_keys,
 )
-from kvrecall.core.structs import Partial, Rows
+from kvrecall.core.structs import HostTable, Partial, Rows
 
 PIECE = 64
 """Rows that one task attends to."""
@@ -72,6 +80,44 @@ def _attend(queries, kv, kind, lengths, scaling, softcap, scales, out, lse):
     for b in range(b_n):
         for h in range(kv_heads):
             merge_pieces(outs[b, h], lses[b, h], out[b, h * group : (h + 1) * group], lse[b, h * group : (h + 1) * group])
+
+
+@numba_threads()
+def attend_selected(
+    queries: Tensor, table: HostTable, ids: Tensor, counts: Tensor, scaling: float, softcap: float = 0.0
+) -> Partial:
+    """Attention of one query per head over the rows of `ids`.
+
+    queries: `[H_q, D]`, any float dtype. table: addresses of the sequence's rows, for the CPU.
+    ids: int32 `[H_kv, K]` ascending, padded with -1; counts: int32 `[H_kv]`. All on the CPU. Returns a Partial of batch 1.
+    """
+    heads, dim = queries.shape
+    out, lse = np.empty((heads, dim), np.float32), np.empty(heads, np.float32)
+    bits, kind, scales = row_bits(table)
+    words, kind = as_words(bits, kind, dim)
+    blocks, size = table.blocks[0].numpy(), table.block_size
+    factors = np.float32(scaling), np.float32(softcap)
+    ordered, own, counts = queries.float().contiguous().numpy(), ids.contiguous().numpy(), counts.contiguous()
+    _attend_selected(ordered, words, kind, scales, blocks, size, own, counts.numpy(), *factors, out, lse)
+    return Partial(torch.from_numpy(out).view(1, heads, 1, dim), torch.from_numpy(lse).view(1, heads, 1))
+
+
+@njit(cache=True, parallel=PARALLEL, nogil=True)
+def _attend_selected(queries, rows, kind, scales, blocks, size, ids, counts, scaling, softcap, out, lse):
+    kv_heads, dim = ids.shape[0], queries.shape[1]
+    group = queries.shape[0] // kv_heads
+    first = first_pieces(counts, PIECE)
+    outs, lses = np.empty((first[kv_heads], group, dim), np.float32), np.empty((first[kv_heads], group), np.float32)
+    for task in prange(first[kv_heads]):
+        h = np.searchsorted(first, task, "right") - 1
+        start = (task - first[h]) * PIECE
+        own = ids[h, start : min(start + PIECE, counts[h])]
+        places, scale_places = places_of(blocks, size, kv_heads, h, own, dim, kind)
+        of = slice(h * group, (h + 1) * group)
+        attend_piece(queries[of], rows, kind, places, scales, scale_places, scaling, softcap, outs[task], lses[task])
+    for h in range(kv_heads):  # less work than waking the threads again
+        own, of = slice(first[h], first[h + 1]), slice(h * group, (h + 1) * group)
+        merge_pieces(outs[own], lses[own], out[of], lse[of])
 
 
 @njit(cache=True, nogil=True, fastmath=_FAST)

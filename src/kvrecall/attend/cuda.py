@@ -65,11 +65,6 @@ def host_rows_kernel(
 
 def attend_rows(queries: Tensor, rows: Rows | HostRows, scaling: float, softcap: float = 0.0) -> Partial:
     """As `reference.attend_rows`, for T_q = 1; queries `[B, H_q, 1, D]` on the device that holds or reads the rows."""
-    with torch.cuda.device_of(queries):  # Triton launches on the current device, which may be another one
-        return _attend_rows(queries, rows, scaling, softcap)
-
-
-def _attend_rows(queries: Tensor, rows: Rows | HostRows, scaling: float, softcap: float) -> Partial:
     b, heads, _, dim = queries.shape
     kv_heads = rows.kv.shape[1] if isinstance(rows, Rows) else rows.ids.shape[1]
     # A power of two, so that few sizes are compiled; parts without rows are empty.
@@ -81,16 +76,17 @@ def _attend_rows(queries: Tensor, rows: Rows | HostRows, scaling: float, softcap
         "num_warps": 4,
     }  # fmt: skip
     queries, grid = queries.contiguous(), (b * kv_heads, parts)
-    if isinstance(rows, Rows):
-        lengths = rows.lengths
-        launch(rows_kernel, grid)(
-            queries, rows.kv.contiguous(), lengths, out, lse, scaling, softcap, kv_heads, rows.width, *lengths.stride(), **sizes
-        )
-    else:
-        table = rows.table
-        launch(host_rows_kernel, grid)(
-            queries, rows.ids.contiguous(), table.pool, table.blocks, out, lse, scaling, softcap, kv_heads, rows.width,
-            table.blocks.stride(0), BLOCK=table.block_size, **sizes,
-        )  # fmt: skip
-    merged, total = merge_splits(out, lse)
+    with torch.cuda.device_of(queries):  # Triton launches on the current device, which may be another one
+        if isinstance(rows, Rows):
+            launch(rows_kernel, grid)(
+                queries, rows.kv.contiguous(), rows.lengths, out, lse, scaling, softcap, kv_heads, rows.width,
+                *rows.lengths.stride(), **sizes,
+            )  # fmt: skip
+        else:
+            table = rows.table
+            launch(host_rows_kernel, grid)(
+                queries, rows.ids.contiguous(), table.pool, table.blocks, out, lse, scaling, softcap, kv_heads, rows.width,
+                table.blocks.stride(0), BLOCK=table.block_size, **sizes,
+            )  # fmt: skip
+        merged, total = merge_splits(out, lse)
     return Partial(merged.view(b, heads, 1, dim), total.view(b, heads, 1))
