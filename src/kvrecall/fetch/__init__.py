@@ -7,7 +7,7 @@ extra launch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Protocol
 
@@ -83,10 +83,10 @@ def fetch_rows(
     """
     table = source.table(device) if not policy.staged and device.type == "cuda" else None
     read = _staged if table is None else partial(_direct, table)
-    wanted = int((ids >= 0).sum())
+    real = ids >= 0
+    wanted = int(real.sum())
     if before is not None and before.ids.shape == ids.shape and torch.equal(before.ids, ids):
         return before, Moved(0, wanted)
-    real = ids >= 0
     heads = torch.arange(ids.shape[0], device=ids.device).unsqueeze(1).expand_as(ids)
     if before is None or not policy.reuse:
         rows = read(source, heads, ids, real, device)
@@ -94,7 +94,8 @@ def fetch_rows(
     place, known = _find(ids, before.ids)
     rows = read(source, heads, ids, real & ~known, device)
     rows[known] = before.rows[heads[known].to(device), place[known].to(device)]
-    return Fetched(ids, rows), Moved(wanted - int(known.sum()), int(known.sum()))
+    reused = int(known.sum())
+    return Fetched(ids, rows), Moved(wanted - reused, reused)
 
 
 def rows_at(ids: Tensor, source: RowSource, device: torch.device) -> Tensor:
@@ -106,6 +107,29 @@ def rows_at(ids: Tensor, source: RowSource, device: torch.device) -> Tensor:
         taken = source.take(heads.cpu(), ids.flatten().long().cpu())
         return taken.view(*ids.shape, *taken.shape[1:]).to(device)
     return _read(table, heads, ids, torch.arange(ids.numel(), device=device))
+
+
+class RowTables:
+    """The stacked block tables of one set of sequences, rebuilt only when blocks change."""
+
+    def __init__(self) -> None:
+        self._of: list[Tensor] = []
+        self._blocks: Tensor | None = None
+
+    def of(self, sources: list[RowSource], device: torch.device) -> HostTable | None:
+        """The sequences' stacked blocks; None if a source has no rows, or rows that are not page-locked.
+
+        Valid until the sources change. The caller must keep the sources alive.
+        """
+        tables = [table for source in sources if (table := source.table(device)) is not None]
+        if len(tables) < len(sources) or not tables:
+            return None
+        own = [table.blocks for table in tables]
+        if len(own) != len(self._of) or any(a.data_ptr() != b.data_ptr() for a, b in zip(own, self._of, strict=True)):
+            flat = [blocks[0] for blocks in own]
+            self._of, self._blocks = own, torch.nn.utils.rnn.pad_sequence(flat, batch_first=True)
+        assert self._blocks is not None
+        return replace(tables[0], blocks=self._blocks)
 
 
 def _find(ids: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:

@@ -31,8 +31,7 @@ from kvrecall.core.structs import (
     lasting_tensors,
     stack_rows,
 )
-from kvrecall.fetch import Fetched, fetch_rows
-from kvrecall.fetch.in_place import RowTables
+from kvrecall.fetch import Fetched, RowTables, fetch_rows
 from kvrecall.index.base import LayerShape, nothing_found, stack_selections
 from kvrecall.layer.counters import Counters
 from kvrecall.layer.history import LastSteps, Reversible, all_of_it, mend
