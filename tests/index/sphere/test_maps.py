@@ -14,7 +14,7 @@ from torch import Tensor
 from kvrecall.core.errors import ParameterError
 from kvrecall.core.launch import cdiv
 from kvrecall.index.sphere import SphereConfig
-from kvrecall.index.sphere.closed_form import Products, balanced
+from kvrecall.index.sphere.balance import Products, balanced
 from kvrecall.index.sphere.cos_sin import SPAN, CosSinTable, cos_sin_table, pair_stride
 from kvrecall.index.sphere.maps import Maps
 from kvrecall.index.statistics import KeyStatistics, LayerStatistics, NoRotary, flaw, rotate

@@ -28,7 +28,7 @@ from torch import Tensor
 from kvrecall.core.archive import Archive
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import lasting_tensors
-from kvrecall.index.sphere.closed_form import balanced
+from kvrecall.index.sphere.balance import balanced
 from kvrecall.index.sphere.cos_sin import SPAN, cos_sin_table, spans_of
 from kvrecall.index.sphere.rotation import rotation_matrix
 from kvrecall.index.statistics import LayerStatistics
