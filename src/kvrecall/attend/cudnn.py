@@ -46,9 +46,8 @@ def _is_right(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
     """Whether this build's cuDNN supports these heads, with groups and interleaved keys and values, and gives right results."""
     generator, scaling = torch.Generator(device).manual_seed(0), dim**-0.5
     queries = torch.randn(1, 8, 200, dim, generator=generator, device=device, dtype=torch.float32).to(dtype)
-    rows = torch.randn(1, 2, 300, 2, dim, generator=generator, device=device, dtype=torch.float32).to(
-        dtype
-    )  # with a partial last tile
+    # With a partial last tile.
+    rows = torch.randn(1, 2, 300, 2, dim, generator=generator, device=device, dtype=torch.float32).to(dtype)
     for causal, count in ((False, 300), (True, 200)):
         keys, values = rows[:, :, :count, 0], rows[:, :, :count, 1]
         try:

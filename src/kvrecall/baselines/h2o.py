@@ -86,10 +86,8 @@ class AccumulatedIndex(TokenIndex):
             if part.has("kept", search):
                 sets = self._group if self._gqa == "per_head" else 1
                 mask = part.tensor("kept", search and search[0], (self._kv_heads, sets, None), torch.bool)
-                self._searches[b] = (
-                    mask,
-                    part.integer("zone", search[1] if search else 0, mask.shape[2], min(mask.shape[2], tokens[b])),
-                )
+                count = mask.shape[2]
+                self._searches[b] = mask, part.integer("zone", search[1] if search else 0, count, min(count, tokens[b]))
 
     def select(self, sequences: list[int]) -> AccumulatedIndex:
         chosen = super().select(sequences)
@@ -133,13 +131,10 @@ class AccumulatedIndex(TokenIndex):
         attended: Tensor | None = None,
     ) -> None:  # fmt: skip
         self._offset[sequence] = offset
-        total = max(start + keys.shape[1] for keys, start in resident)
-        missing = total - self._sums.lengths[sequence]
+        missing = max(start + keys.shape[1] for keys, start in resident) - self._sums.lengths[sequence]
         if missing > 0:
-            keys = resident[0][0]
-            self._sums.append(
-                sequence, torch.zeros(self._kv_heads, missing, self._group, device=keys.device, dtype=torch.float32)
-            )
+            size, device = (self._kv_heads, missing, self._group), resident[0][0].device
+            self._sums.append(sequence, torch.zeros(size, device=device, dtype=torch.float32))
         sums, start = self._sums.writable(sequence), offset
         for keys, at in resident:
             sums[:, at : at + keys.shape[1]] += given(observed, keys, at, scaling)

@@ -117,9 +117,8 @@ class EstimatingIndex(ClusterIndex):
         heads, group = queries.shape[:2]
         selected = torch.zeros(heads, units.members.shape[1] + 1, dtype=torch.bool, device=queries.device)
         selected.scatter_(1, torch.where(ids < 0, selected.shape[1] - 1, ids.long()), True)  # padding goes to the extra column
-        before = torch.nn.functional.pad(selected.gather(1, units.members.long()).cumsum(1), (1, 0)).gather(
-            1, units.offsets.long()
-        )
+        before = torch.nn.functional.pad(selected.gather(1, units.members.long()).cumsum(1), (1, 0))
+        before = before.gather(1, units.offsets.long())
         free = (before[:, 1:] == before[:, :-1]) & (units.sizes > 0)
         scores = self.score(queries, units, budget.scaling).masked_fill((units.sizes == 0).unsqueeze(1), float("-inf"))
         ranked = reduce_scores(scores, "mean_softmax", budget.scaling).masked_fill(~free, float("-inf"))
@@ -139,9 +138,8 @@ class EstimatingIndex(ClusterIndex):
         if stop > start:
             values = zone_rows(self._sources[sequence], start, stop)[:, :, 1].to(self.shape.device).double()
             order = (units.members[:, start:].long() - start).unsqueeze(-1).expand(-1, -1, dim)
-            owner = torch.stack(
-                [torch.arange(sizes.shape[1], device=sizes.device).repeat_interleave(counts) for counts in sizes]
-            )
+            numbers = torch.arange(sizes.shape[1], device=sizes.device)
+            owner = torch.stack([numbers.repeat_interleave(counts) for counts in sizes])
             sums.scatter_add_(1, owner.unsqueeze(-1).expand_as(order), values.gather(1, order))
         return (sums / sizes.clamp_min(1).unsqueeze(-1)).to(self.shape.dtype)
 

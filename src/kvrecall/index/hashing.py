@@ -19,10 +19,8 @@ def check_tables(config: TypedFields, remedy: str) -> None:
 
 def hyperplanes(head_dim: int, tables: int, bits: int, seed: int, device: torch.device) -> Tensor:
     """Normals fp32 `[tables, bits, D]`, Gaussian, drawn on the CPU so that every device has the same."""
-    drawn = torch.randn(
-        tables, bits, head_dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu"
-    )
-    return drawn.to(device)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tables, bits, head_dim, generator=generator, dtype=torch.float32, device="cpu").to(device)
 
 
 def hash_codes(vectors: Tensor, planes: Tensor) -> Tensor:

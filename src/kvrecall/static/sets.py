@@ -267,9 +267,8 @@ class StaticSets(PerSequence):
             if part.has("count", count):
                 self._counts[b] = part.integer("count", count or 0, most=tokens)
             if part.has("set", chosen):
-                ids = part.tensor(
-                    "ids", chosen and chosen.ids, (heads, None), torch.int32, least=0, below=tokens, ascending=True
-                )
+                own, size = chosen and chosen.ids, (heads, None)
+                ids = part.tensor("ids", own, size, torch.int32, least=0, below=tokens, ascending=True)
                 rows = part.tensor("rows", chosen and chosen.rows, (heads, ids.shape[1], 2, dim), shape.dtype)
                 self.sets[b] = StaticSet(ids, rows, part.integer("age", chosen.age if chosen else 0, least=-1))
             refresh = self._refreshes[b]

@@ -25,7 +25,7 @@ from kvrecall.cache.slot_zones import SlotZones
 from kvrecall.cache.zones import ZoneLengths
 from kvrecall.core.archive import Archive
 from kvrecall.core.launch import cdiv, launch, next_power_of_2, overlapping
-from kvrecall.core.structs import AttentionParams, Budget, Rows, Selection, stack_rows
+from kvrecall.core.structs import AttentionParams, Budget, Rows, Selection, sent_integers, stack_rows
 from kvrecall.index.base import Index, LayerShape
 from kvrecall.index.step import IndexStep, SlotSpec, SlotStep
 from kvrecall.index.table import RowLayout, StoredRows, TokenTable
@@ -170,9 +170,7 @@ class PageMeansIndex(IndexWrapper):
         stored, group = [self.means.stored(b) for b in sequences], queries.shape[1] // self._shape.kv_heads
         pairs = zip(sequences, selection.ids.to(queries.device, non_blocking=True), stored, strict=True)
         biases = [self._bias(b, ids, rows.count).repeat_interleave(group, 0) for b, ids, rows in pairs]
-        counts = torch.tensor([rows.count for rows in stored], dtype=torch.int32, device="cpu").to(
-            queries.device, non_blocking=True
-        )
+        counts = sent_integers([rows.count for rows in stored], queries.device)
         real = counts.unsqueeze(1).expand(-1, self._shape.kv_heads).contiguous()
         return replace(selection, estimated=MeanRows(stored, list(real), biases))
 

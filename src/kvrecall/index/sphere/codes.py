@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvrecall.core import small_floats
 from kvrecall.core.structs import lasting_tensors
-from kvrecall.index.sphere.levels import lloyd_max
+from kvrecall.index.sphere.levels import MAGNITUDE_BITS, lloyd_max
 
 BLOCK = 8
 """Coordinates per block: the paper's m. Eight sign bits fill one byte."""
@@ -169,18 +169,14 @@ def unpack_signs(signs: Tensor) -> Tensor:
 
 def pack_magnitudes(levels: Tensor) -> Tensor:
     """int64 `[..., S, 8]` in 0..7 -> uint8 `[..., 3 S]`."""
-    shifts = torch.arange(BLOCK, device=levels.device) * MAGNITUDE_BYTES
-    word = (levels << shifts).sum(-1, keepdim=True)
-    return ((word >> torch.tensor([0, 8, 16], device=levels.device, dtype=torch.int64)) & 255).to(torch.uint8).flatten(-2)
+    word = (levels << MAGNITUDE_BITS * torch.arange(BLOCK, device=levels.device)).sum(-1, keepdim=True)
+    return ((word >> 8 * torch.arange(MAGNITUDE_BYTES, device=levels.device)) & 255).to(torch.uint8).flatten(-2)
 
 
 def unpack_magnitudes(packed: Tensor) -> Tensor:
     """uint8 `[..., 3 S]` -> int64 `[..., S, 8]` in 0..7."""
-    word = packed.unflatten(-1, (-1, MAGNITUDE_BYTES)).long() << torch.tensor(
-        [0, 8, 16], device=packed.device, dtype=torch.int64
-    )
-    shifts = torch.arange(BLOCK, device=packed.device) * MAGNITUDE_BYTES
-    return (word.sum(-1, keepdim=True) >> shifts) & 7
+    parts = packed.unflatten(-1, (-1, MAGNITUDE_BYTES)).long() << 8 * torch.arange(MAGNITUDE_BYTES, device=packed.device)
+    return (parts.sum(-1, keepdim=True) >> MAGNITUDE_BITS * torch.arange(BLOCK, device=packed.device)) & 7
 
 
 def decode(codes: Codes) -> Tensor:
