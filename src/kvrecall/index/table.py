@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any, Self
 
 import torch
@@ -29,6 +30,11 @@ WIDE = 16
 _ALIGNMENT = 64
 """Blocks begin at multiples of this many bytes, so that wide loads are aligned."""
 _MOST_SPARE = 65_536
+
+
+def numbers_in(blocks: Tensor, start: int, dtype: torch.dtype, *sizes: int) -> Tensor:
+    """View `[blocks, *sizes]` of the numbers from byte `start` of each block on, in blocks uint8 `[blocks, n]`."""
+    return blocks[:, start : start + prod(sizes) * dtype.itemsize].view(dtype).unflatten(1, sizes)
 
 
 @dataclass(frozen=True)
@@ -51,18 +57,13 @@ class RowLayout:
         return cdiv(self.block_size, self.page_tokens)
 
     @property
-    def _numbers(self) -> int:
-        return self.heads * self.rows * self.width
-
-    @property
     def block_bytes(self) -> int:
         """Bytes of a block."""
-        return _ALIGNMENT * cdiv(self._numbers * self.dtype.itemsize, _ALIGNMENT)
+        return _ALIGNMENT * cdiv(self.heads * self.rows * self.width * self.dtype.itemsize, _ALIGNMENT)
 
     def rows_in(self, blocks: Tensor) -> Tensor:
         """View `[blocks, H_kv, rows, width]` of the rows in blocks uint8 `[blocks, block_bytes]`."""
-        part = blocks[:, : self._numbers * self.dtype.itemsize].view(self.dtype)
-        return part.unflatten(1, (self.heads, self.rows, self.width))
+        return numbers_in(blocks, 0, self.dtype, self.heads, self.rows, self.width)
 
     def place(self, row: int) -> int:
         """Number of the block, among the sequence's blocks, that holds a row."""

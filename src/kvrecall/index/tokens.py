@@ -39,7 +39,7 @@ from kvrecall.index.base import (
     stack_selections,
 )
 from kvrecall.index.step import IndexStep, SlotSpec, SlotStep
-from kvrecall.index.table import SequenceRows, TokenTable
+from kvrecall.index.table import SequenceRows, TokenTable, numbers_in
 from kvrecall.select.gqa import ranking, reduce_scores, search_queries
 from kvrecall.select.queries import ObservedQueries
 from kvrecall.select.topk import top_k_positions, union_rows
@@ -217,9 +217,8 @@ def tables_in(pages: Tensor, config: TokenConfig, shape: LayerShape, block_size:
     """Views `[blocks, H_kv, block_size, numbers]` of each table in pages uint8 `[blocks, n]`."""
     made, start = [], 0
     for numbers, dtype in config.tables(shape).values():
-        stop = start + shape.kv_heads * block_size * numbers * dtype.itemsize
-        made.append(pages[:, start:stop].view(dtype).unflatten(1, (shape.kv_heads, block_size, numbers)))
-        start = stop
+        made.append(numbers_in(pages, start, dtype, shape.kv_heads, block_size, numbers))
+        start += shape.kv_heads * block_size * numbers * dtype.itemsize
     return made
 
 

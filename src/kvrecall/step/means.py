@@ -13,6 +13,7 @@ from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import Rows
 from kvrecall.index.base import LayerShape
 from kvrecall.index.page_means import PageMeans, log_left
+from kvrecall.index.table import numbers_in
 from kvrecall.step.stream import RowBlocks
 
 
@@ -24,9 +25,7 @@ def bytes_per_token(means: PageMeans, shape: LayerShape) -> int:
 def means_in(pages: Tensor, start: int, means: PageMeans, shape: LayerShape, block_size: int) -> Tensor:
     """View `[blocks, H_kv, block_size / page_tokens, 2 D]` of the means in pages uint8 `[blocks, block_bytes]`, from byte
     `start` of each page on: a mean key and a mean value side by side, in the cache's dtype."""
-    sizes = shape.kv_heads, block_size // means.page_tokens, 2 * shape.head_dim
-    numbers = sizes[0] * sizes[1] * sizes[2]
-    return pages[:, start : start + numbers * shape.dtype.itemsize].view(shape.dtype).unflatten(1, sizes)
+    return numbers_in(pages, start, shape.dtype, shape.kv_heads, block_size // means.page_tokens, 2 * shape.head_dim)
 
 
 class PagedMeans:

@@ -20,6 +20,7 @@ from kvrecall.cache.block_rows import BlockBytes
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import lasting_tensors
 from kvrecall.index.sphere.codes import BLOCK, MAGNITUDE_BYTES, Codes
+from kvrecall.index.table import numbers_in
 
 ALIGNMENT = 64
 """Parts and blocks begin at multiples of this many bytes, sixteen numbers of four bytes, so that wide loads are aligned for
@@ -61,12 +62,8 @@ class CodeLayout:
 
     def codes(self, blocks: Tensor) -> Codes:
         """Views `[blocks, H_kv, block_size, ·]` of the parts of blocks uint8 `[blocks, block_bytes]`."""
-        rows, shape = self.kv_heads * self.block_size, (self.kv_heads, self.block_size)
-        parts = [
-            blocks[:, start : start + rows * width * dtype.itemsize].view(dtype).unflatten(1, (*shape, width))
-            for start, (width, dtype) in zip(self.starts, self.parts, strict=True)
-        ]
-        return Codes(*parts)
+        parts = zip(self.starts, self.parts, strict=True)
+        return Codes(*(numbers_in(blocks, at, of, self.kv_heads, self.block_size, width) for at, (width, of) in parts))
 
     def nbytes(self, tokens: int) -> int:
         """Bytes of the blocks of a sequence of `tokens` tokens."""

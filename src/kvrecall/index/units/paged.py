@@ -13,6 +13,7 @@ from torch import Tensor
 from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import Budget, Selection
 from kvrecall.index.base import LayerShape, PagedIndex, stack_selections
+from kvrecall.index.table import numbers_in
 from kvrecall.index.units import Units, search_units
 from kvrecall.index.units.volumes import PageKind, page_scores, volumes
 from kvrecall.select.gqa import search_queries
@@ -20,8 +21,7 @@ from kvrecall.select.gqa import search_queries
 
 def pages_in(pages: Tensor, kind: PageKind, shape: LayerShape, block_size: int) -> Tensor:
     """View `[blocks, H_kv, block_size / page_tokens, ·]` of the representations in pages uint8 `[blocks, n]`."""
-    sizes = shape.kv_heads, block_size // kind.tokens, kind.points * shape.head_dim
-    return pages[:, : sizes[0] * sizes[1] * sizes[2] * shape.dtype.itemsize].view(shape.dtype).unflatten(1, sizes)
+    return numbers_in(pages, 0, shape.dtype, shape.kv_heads, block_size // kind.tokens, kind.points * shape.head_dim)
 
 
 class PagedPages(PagedIndex):
