@@ -23,7 +23,7 @@ def test_scores_are_those_of_torch(tokens: int, begin: int, dim: int, group: int
     made = kernels.mass(observed, keys, begin, dim**-0.5)
     assert made.shape == (2, group, window) and torch.equal(made.isfinite(), expected.isfinite())
     torch.testing.assert_close(made, expected, atol=1e-4, rtol=1e-5)
-    shares = choice._shares(observed, total, keys, begin, dim**-0.5).mean((1, 2))
+    shares = choice.shares(observed, total, keys, begin, dim**-0.5).mean((1, 2))
     scores = torch.full((2, tokens + 3), float("nan"))
     kernels.mean_shares(observed, keys, begin, dim**-0.5, total, scores[:, :tokens])
     torch.testing.assert_close(scores[:, :tokens], shares, atol=1e-7, rtol=1e-4)

@@ -8,7 +8,6 @@ extra launch.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import ClassVar, Protocol
 
 import torch
@@ -82,17 +81,16 @@ def fetch_rows(
     gather from host memory; so does `Direct` on a GPU if host memory could not be page-locked.
     """
     table = source.table(device) if not policy.staged and device.type == "cuda" else None
-    read = _staged if table is None else partial(_direct, table)
     real = ids >= 0
     wanted = int(real.sum())
     if before is not None and before.ids.shape == ids.shape and torch.equal(before.ids, ids):
         return before, Moved(0, wanted)
     heads = torch.arange(ids.shape[0], device=ids.device).unsqueeze(1).expand_as(ids)
     if before is None or not policy.reuse:
-        rows = read(source, heads, ids, real, device)
+        rows = _gathered(table, source, heads, ids, real, device)
         return Fetched(ids, rows), Moved(wanted, 0)
     place, known = _find(ids, before.ids)
-    rows = read(source, heads, ids, real & ~known, device)
+    rows = _gathered(table, source, heads, ids, real & ~known, device)
     rows[known] = before.rows[heads[known].to(device), place[known].to(device)]
     reused = int(known.sum())
     return Fetched(ids, rows), Moved(wanted - reused, reused)
@@ -142,8 +140,13 @@ def _find(ids: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
     return place, (haystack.gather(1, place) == ids) & (ids >= 0)
 
 
-def _staged(source: RowSource, heads: Tensor, ids: Tensor, wanted: Tensor, device: torch.device) -> Tensor:
-    """Rows `[H_kv, K, 2, D]` on the device by one copy; zeros for unwanted entries."""
+def _gathered(
+    table: HostTable | None, source: RowSource, heads: Tensor, ids: Tensor, wanted: Tensor, device: torch.device
+) -> Tensor:
+    """Rows `[H_kv, K, 2, D]` on the device, read one by one by the table, or without one by one copy; zeros for unwanted
+    entries."""
+    if table is not None:
+        return _read(table, heads.to(device).flatten(), ids.to(device), wanted.to(device).flatten().nonzero().squeeze(1))
     pin = device.type == "cuda"
     picked = source.take(heads[wanted].long().cpu(), ids[wanted].long().cpu(), pin).to(device, non_blocking=pin)
     if len(picked) == ids.numel():
@@ -151,11 +154,6 @@ def _staged(source: RowSource, heads: Tensor, ids: Tensor, wanted: Tensor, devic
     rows = picked.new_zeros(*ids.shape, *picked.shape[1:])
     rows[wanted.to(device)] = picked
     return rows
-
-
-def _direct(table: HostTable, source: RowSource, heads: Tensor, ids: Tensor, wanted: Tensor, device: torch.device) -> Tensor:
-    """Rows `[H_kv, K, 2, D]` on the device, read one by one; zeros for unwanted entries."""
-    return _read(table, heads.to(device).flatten(), ids.to(device), wanted.to(device).flatten().nonzero().squeeze(1))
 
 
 def _read(table: HostTable, heads: Tensor, ids: Tensor, slots: Tensor) -> Tensor:

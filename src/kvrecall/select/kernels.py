@@ -69,21 +69,14 @@ def lse_of(b_peaks, b_masses):
 
 
 @triton.jit
-def estimates_of(p_estimates, o_c, m_c, ROOM, FIRST: tl.constexpr, LANES: tl.constexpr):
-    """Estimates of candidates `o_c` in lanes FIRST to LANES - 1, -inf where not m_c: a vector per lane."""
-    b_lanes = ()
-    for lane in tl.static_range(FIRST, LANES):
-        b_lanes = b_lanes + (tl.load(p_estimates + lane * ROOM + o_c, mask=m_c, other=float("-inf"), volatile=True),)
-    return b_lanes
-
-
-@triton.jit
 def with_lanes(
     b_all, p_estimates, p_peak, p_mass, parts, o_c, m_c, scaling, ROOM, PARTS,
     FIRST: tl.constexpr, LANES: tl.constexpr, MEAN: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """Takes lanes FIRST to LANES - 1 into `b_all`, see `shares`. All loads are under way before the first one is used."""
-    b_estimates = estimates_of(p_estimates, o_c, m_c, ROOM, FIRST, LANES)
+    b_estimates = ()
+    for lane in tl.static_range(FIRST, LANES):
+        b_estimates = b_estimates + (tl.load(p_estimates + lane * ROOM + o_c, mask=m_c, other=float("-inf"), volatile=True),)
     b_peaks = parts_of(p_peak, parts, PARTS, float("-inf"), FIRST, LANES, BT)
     b_masses = parts_of(p_mass, parts, PARTS, 0.0, FIRST, LANES, BT)
     for i in tl.static_range(LANES - FIRST):

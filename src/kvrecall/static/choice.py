@@ -130,7 +130,8 @@ class ObservationWindow(StaticChoice):
         for part in arrivals:
             sums.append(_mass(observed, zone[:, part], offset + part.start, scaling))
             yield LOOKED * (part.stop - part.start)
-        total = _total(sums, observed, sight.others, scaling)
+        total, last = _total(sums, observed, sight.others, scaling), observed.queries.shape[1] - 1
+        outer = [(observed.part(w, w + 1), total[:, :, w : w + 1]) for w in (0, last)]  # the first query and the last
         with lasting_tensors():  # steps in between may write to it in another mode
             scores = torch.zeros(zone.shape[:2], dtype=torch.float32, device=zone.device)
         ends = []
@@ -138,7 +139,7 @@ class ObservationWindow(StaticChoice):
             where = zone[:, part], offset + part.start, scaling
             _mean_shares(observed, *where, total, scores[:, part])
             if sight.count is None and self.ratio == "online":
-                ends.append(torch.cat([shares(*_one(observed, total, w), *where) for w in (0, -1)], 2))
+                ends.append(torch.cat([shares(*one, *where) for one in outer], 2))
             yield WEIGHED * (part.stop - part.start)
         count = self.tokens(sight.top_k, _overlap(torch.cat(ends, -1), sight.top_k) if ends else 0.0)
         count = count if sight.count is None else sight.count
@@ -202,12 +203,6 @@ def _mean_shares(observed: ObservedQueries, keys: Tensor, start: int, scaling: f
         kernels.mean_shares(observed, keys, start, scaling, total, scores)
     else:
         scores.copy_(shares(observed, total, keys, start, scaling).mean((1, 2)))
-
-
-def _one(observed: ObservedQueries, total: Tensor, w: int) -> tuple[ObservedQueries, Tensor]:
-    """Query w of the window, and its log-sum-exps; w may be -1, the last one."""
-    w %= observed.queries.shape[1]
-    return observed.part(w, w + 1), total[:, :, w : w + 1]
 
 
 def _mass(observed: ObservedQueries, keys: Tensor, start: int, scaling: float) -> Tensor:

@@ -144,29 +144,24 @@ class ClusterIndex(UnitIndex):
         self._open[sequence], self._units[sequence], self._excluded[sequence] = tokens - border, None, None
 
     def archive(self, archive: Archive, tokens: list[int]) -> None:
-        for b, part in archive.each("sequence", len(tokens)):
-            self._archive_one(part, b, tokens[b])
-
-    def _archive_one(self, archive: Archive, b: int, tokens: int) -> None:
         shape = self.shape
-        closed = archive_units(archive.under("closed"), self._closed[b], shape.head_dim, shape.dtype, tokens)
-        self._closed[b], self._open[b] = closed, tokens - closed.members.shape[1]
-        ids = self._excluded[b] = archive_excluded(archive, self._excluded[b], shape.kv_heads, tokens)
-        flat = [number for border in self._borders[b] for number in border]
-        flat = archive.integers("borders", flat, most=tokens)
-        ends = tuple(zip(flat[::2], flat[1::2], strict=False))
-        if len(flat) % 2 or any(a >= c or b > d for (a, b), (c, d) in zip(((0, 0), *ends), ends, strict=False)):
-            archive.refuse("borders", "ascending ends of stretches, in tokens and units", flat)
-        if (ends[-1] if ends else (0, 0)) != (closed.members.shape[1], closed.reps.shape[1]):
-            archive.refuse("borders", "an end with the last unit", flat[-2:])
-        self._borders[b] = ends
-        units = self._units[b]
-        if archive.has("units", units):
-            whole = tokens - (0 if ids is None else ids.shape[1])
-            units = archive_units(archive.under("units"), units or closed, shape.head_dim, shape.dtype, tokens)
-            if units.members.shape[1] != whole:
-                archive.refuse("units", f"{whole:,} tokens", units.members.shape[1])
-            self._units[b] = units
+        for b, part in archive.each("sequence", len(tokens)):
+            closed = archive_units(part.under("closed"), self._closed[b], shape.head_dim, shape.dtype, tokens[b])
+            self._closed[b], self._open[b] = closed, tokens[b] - closed.members.shape[1]
+            ids = self._excluded[b] = archive_excluded(part, self._excluded[b], shape.kv_heads, tokens[b])
+            flat = part.integers("borders", [number for border in self._borders[b] for number in border], most=tokens[b])
+            ends = tuple(zip(flat[::2], flat[1::2], strict=False))
+            if len(flat) % 2 or any(x >= z or y > w for (x, y), (z, w) in zip(((0, 0), *ends), ends, strict=False)):
+                part.refuse("borders", "ascending ends of stretches, in tokens and units", flat)
+            if (ends[-1] if ends else (0, 0)) != (closed.members.shape[1], closed.reps.shape[1]):
+                part.refuse("borders", "an end with the last unit", flat[-2:])
+            self._borders[b], units = ends, self._units[b]
+            if part.has("units", units):
+                whole = tokens[b] - (0 if ids is None else ids.shape[1])
+                units = archive_units(part.under("units"), units or closed, shape.head_dim, shape.dtype, tokens[b])
+                if units.members.shape[1] != whole:
+                    part.refuse("units", f"{whole:,} tokens", units.members.shape[1])
+                self._units[b] = units
 
     def slot_step(self, spec: SlotSpec) -> SegmentStep:
         return SegmentStep(self, spec)

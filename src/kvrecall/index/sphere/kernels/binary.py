@@ -33,7 +33,7 @@ from kvrecall.core.triton import (
     sum_of_warp,
 )
 from kvrecall.index.sphere.kernels.blocks import begin_of, blocks_of, look_up, numbers_of, rows_of
-from kvrecall.index.sphere.kernels.scan import UNROLLED_SUMS, row_of_scores, tally
+from kvrecall.index.sphere.kernels.scan import UNROLLED_SUMS, row_of_scores, tally, write_reach
 from kvrecall.index.sphere.kernels.work import first_part, part, parts, step, stop, tokens_of_part
 
 CHUNK = tl.constexpr(64)
@@ -346,10 +346,3 @@ def binary_kernel(
                 write_reach(p_reach, p_total, i_bh, i_tile, b_reach, o_bin, TILES, BINS)
     begin(PDL)  # programs without a part, too: this launch must end after the one before it
     end(PDL)
-
-
-@triton.jit
-def write_reach(p_reach, p_total, i_bh, i_tile, b_reach, o_bin, TILES, BINS: tl.constexpr):
-    """Stores how many tokens of the tile reach scores `o_bin`, and adds them to the sums over all tiles."""
-    tl.store(p_reach + (i_bh * BINS + o_bin) * TILES + i_tile, b_reach)
-    tl.atomic_add(p_total + i_bh * BINS + o_bin, b_reach, sem="relaxed")

@@ -87,6 +87,12 @@ def tally(
         b_counts += tl.histogram(b_score, BINS)
     b_reach = tl.sum(b_counts, 0) - tl.cumsum(b_counts, 0) + b_counts
     o_bin = tl.arange(0, BINS)
+    write_reach(p_reach, p_total, i_bh, i_tile, b_reach, o_bin, TILES, BINS)
+
+
+@triton.jit
+def write_reach(p_reach, p_total, i_bh, i_tile, b_reach, o_bin, TILES, BINS: tl.constexpr):
+    """Stores how many tokens of the tile reach scores `o_bin`, and adds them to the sums over all tiles."""
     tl.store(p_reach + (i_bh * BINS + o_bin) * TILES + i_tile, b_reach)
     tl.atomic_add(p_total + i_bh * BINS + o_bin, b_reach, sem="relaxed")
 
