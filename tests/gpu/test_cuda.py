@@ -18,7 +18,7 @@ from kvrecall.core.errors import NonFiniteError
 from kvrecall.engine.prefill import prefill
 from kvrecall.index.sphere import SphereIndex, reference
 from kvrecall.index.sphere.codes import Codes, encode
-from kvrecall.index.sphere.rotation import rotation_matrix
+from kvrecall.index.sphere.maps import rotation_matrix
 from kvrecall.index.sphere.schedule import PAPER_SCHEDULE, stage_sizes
 from tests.blocks import store
 

@@ -22,6 +22,7 @@ from kvrecall.index.table import SequenceRows
 from kvrecall.index.tokens import TokenIndex
 from kvrecall.methods.base import Method
 from kvrecall.select.queries import ObservedQueries
+from kvrecall.select.topk import top_k_positions
 from kvrecall.static.choice import shares
 
 _SHARES = 2**24
@@ -110,12 +111,10 @@ class AccumulatedIndex(TokenIndex):
         for b in sequences:
             ranked, excluded = self.rank(queries, b, budget.scaling), self.excluded[b]
             mask = torch.zeros_like(ranked, dtype=torch.bool)
-            top_k = budget.top_k
             if excluded is not None:
                 at = excluded.long().unsqueeze(1).expand(-1, ranked.shape[1], -1)
                 ranked, mask = ranked.scatter(-1, at, float("-inf")), mask.scatter(-1, at, True)
-            order = torch.sort(ranked, dim=-1, descending=True, stable=True).indices[..., :top_k]
-            mask = mask.scatter(-1, order, True) & (ranked.isfinite() | mask)
+            mask = mask.scatter(-1, top_k_positions(ranked, budget.top_k), True) & (ranked.isfinite() | mask)
             self._searches[b] = mask, ranked.shape[-1]
         return super().search(queries, budget, sequences)
 

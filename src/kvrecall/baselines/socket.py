@@ -74,8 +74,8 @@ class SoftHashIndex(TableIndex):
     def score(self, queries: Tensor, sequence: int, scaling: float) -> Tensor:
         """The logarithm of the soft collisions, so that a softmax gives each head's shares of its total."""
         tables = bucket_probabilities(queries, self._planes, self._config.temperature)
-        codes, norms = self.tables["codes"].pieces(sequence, _SCORED_TOKENS), self.tables["norms"].gather(sequence)
-        mass = soft_collisions(tables, codes) * norms.transpose(1, 2).double()
+        codes, norms = (self.tables[name].stored(sequence) for name in ("codes", "norms"))
+        mass = soft_collisions(tables, codes.pieces(_SCORED_TOKENS)) * norms.gather().transpose(1, 2).double()
         return (mass.clamp_min(1e-300).log() / scaling).float()
 
 

@@ -284,16 +284,12 @@ class TokenTable(InBlocks):
         archive.blocks(name, self.memory, [count * self.page_tokens for count in rows])
 
     def stored(self, sequence: int) -> StoredRows:
-        """The rows of one sequence in their blocks."""
+        """The rows of one sequence in their blocks; valid until it changes."""
         return StoredRows(self.memory, self._tables[sequence], self.lengths[sequence])
 
     def gather(self, sequence: int) -> Tensor:
         """A copy of the rows of one sequence, `[H_kv, n, width]`."""
         return self.stored(sequence).gather()
-
-    def pieces(self, sequence: int, most: int) -> Iterator[Tensor]:
-        """The rows of one sequence in order, in pieces, see `StoredRows`; valid until it changes."""
-        return self.stored(sequence).pieces(most)
 
     def take(self, sequence: int, ids: Tensor) -> Tensor:
         """Copies `[H_kv, n, width]` of the rows of tokens int64 `[H_kv, n]`, in a table with one row per token."""

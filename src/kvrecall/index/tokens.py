@@ -183,7 +183,7 @@ class KeyIndex(TableIndex):
             table.append(sequence, rows)
 
     def score(self, queries: Tensor, sequence: int, scaling: float) -> Tensor:
-        pieces = zip(*(table.pieces(sequence, _PIECE_TOKENS) for table in self.tables.values()), strict=True)
+        pieces = zip(*(table.stored(sequence).pieces(_PIECE_TOKENS) for table in self.tables.values()), strict=True)
         scored = [self.config.scores(queries, piece) for piece in pieces]
         return torch.cat([queries.new_empty(*queries.shape[:2], 0, dtype=torch.float32), *scored], -1)
 

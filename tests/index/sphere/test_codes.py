@@ -12,8 +12,8 @@ from kvrecall.index.base import LayerShape
 from kvrecall.index.sphere import SphereConfig, SphereIndex, codes, cpu_encode
 from kvrecall.index.sphere.codes import Codes, decode
 from kvrecall.index.sphere.levels import lloyd_max
+from kvrecall.index.sphere.maps import rotation_matrix
 from kvrecall.index.sphere.reference import estimate_scores
-from kvrecall.index.sphere.rotation import rotation_matrix
 from tests.blocks import small_blocks
 from tests.strategies import DTYPES, HEAD_DIMS, SEEDS, examples, gaussian
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvrecall.core.structs import Budget
 from kvrecall.index.sphere import SphereConfig, SphereIndex, codes, reference, schedule
 from kvrecall.index.sphere.codes import Codes, encode
-from kvrecall.index.sphere.rotation import rotation_matrix
+from kvrecall.index.sphere.maps import rotation_matrix
 from kvrecall.index.sphere.schedule import RatioStep, stage_sizes
 from kvrecall.select.topk import top_k_positions
 from tests.index.sphere.build import shape

@@ -14,7 +14,7 @@ from kvrecall.core import small_floats
 from kvrecall.core.errors import ParameterError
 from kvrecall.index.sphere import SphereConfig, cpu_encode
 from kvrecall.index.sphere.codes import encode, weight_values
-from kvrecall.index.sphere.rotation import rotation_matrix
+from kvrecall.index.sphere.maps import rotation_matrix
 from kvrecall.index.sphere.schedule import RatioStep
 from tests.blocks import small_blocks
 from tests.index.sphere.build import index_of, layer_of, search_both, synthetic_keys

@@ -10,7 +10,7 @@ from kvrecall.core.errors import UnknownNameError
 from kvrecall.core.structs import Budget
 from kvrecall.index.sphere import reference
 from kvrecall.index.sphere.codes import encode, unpack_signs
-from kvrecall.index.sphere.rotation import rotation_matrix
+from kvrecall.index.sphere.maps import rotation_matrix
 from kvrecall.index.sphere.schedule import RatioStep
 from tests.index.sphere.build import index_of
 from tests.strategies import HEAD_DIMS, gaussian

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvrecall.index.sphere.rotation import rotation_matrix
+from kvrecall.index.sphere.maps import rotation_matrix
 from tests.strategies import HEAD_DIMS, gaussian
 
 

@@ -52,11 +52,7 @@ def top_k_rows(scores: Tensor, k: int) -> Tensor:
 
 @numba_threads()
 def distinct(lists: Tensor, tokens: int, first_always: int, excluded: Tensor | None, cut: bool = True) -> tuple[Tensor, Tensor]:
-    """Union of id lists int32 `[H_kv, L, rho]` (-1: none) with all ids from `first_always` on, without `excluded` `[H_kv, m]`.
-
-    Returns ascending ids int32 `[H_kv, R]`, padded with -1, and counts int32 `[H_kv]`. cut: R is the largest count; otherwise
-    as many as there can be.
-    """
+    """As `rerank.distinct`. cut: R is the largest count; otherwise as many as there can be."""
     heads = lists.shape[0]
     most = min(tokens, lists[0].numel() + tokens - first_always) if heads else 0
     out = np.empty((heads, most), np.int32)

@@ -19,6 +19,7 @@ its position. Not from the paper.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -30,7 +31,6 @@ from kvrecall.core.launch import cdiv
 from kvrecall.core.structs import lasting_tensors
 from kvrecall.index.sphere.balance import balanced
 from kvrecall.index.sphere.cos_sin import SPAN, cos_sin_table, spans_of
-from kvrecall.index.sphere.rotation import rotation_matrix
 from kvrecall.index.statistics import LayerStatistics
 
 if TYPE_CHECKING:
@@ -165,6 +165,29 @@ class Maps:
         cos, sin = (x[: cdiv(tokens, SPAN)] for x in self.cos_sin(tokens))
         mean, partners = self.means.unsqueeze(2)
         return (queries * mean) @ cos.mT + (queries * partners) @ sin.mT
+
+
+@lru_cache(maxsize=32)
+def rotation_matrix(head_dim: int, seed: int) -> Tensor:
+    """The shared orthogonal rotation of keys and queries (ParisKV section 4.1.1): fp32 `[D, D]` matrix R on the CPU; a rotated
+    row vector is `x @ R.T`. Drawn on the CPU from a recorded seed, so CPU, GPU and saved caches agree bit for bit.
+
+    Powers of two: a Hadamard matrix with random column signs, scaled by 1/sqrt(D) (the paper's SRHT without sub-sampling).
+    Other sizes: the Q factor of a Gaussian matrix, with the signs that make it Haar distributed. Padding and truncating would
+    not preserve inner products.
+    """
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    if head_dim & (head_dim - 1) == 0:
+        signs = torch.randint(0, 2, (head_dim,), generator=generator, dtype=torch.int64, device="cpu") * 2 - 1
+        hadamard = torch.ones(1, 1, dtype=torch.float64, device="cpu")
+        while hadamard.shape[0] < head_dim:
+            hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)], 0)
+        matrix = hadamard * signs / head_dim**0.5
+    else:
+        gaussian = torch.randn(head_dim, head_dim, generator=generator, dtype=torch.float64, device="cpu")
+        q, r = torch.linalg.qr(gaussian)
+        matrix = q * torch.sign(torch.diagonal(r))
+    return matrix.float().contiguous()
 
 
 _rotations: WeakValueDictionary[Any, Maps] = WeakValueDictionary()

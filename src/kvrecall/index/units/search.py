@@ -119,7 +119,7 @@ class GpuUnitSearch:
         """Keeps the units of each chunk among which those are that fill the budget. dtype: of the scored queries."""
         rows, warps = _DOT_UNITS if self._dots(dtype) else _SUM_UNITS, max(1, min(32, self._block // _UNITS_PER_WARP))
         parts = next_power_of_2(cdiv(self.units, rows))
-        launch(fill_kernel, (self._chunks, self._pairs(source)))(
+        launch(fill_kernel, (self._chunks, len(source.plan) * self._heads))(
             self._peak, self._mass, source, fire, self._keys, self._firsts, self._sizes, self._chunk_units, scaling, top_k,
             self._heads, self._length, self._parts,
             LANES=self._stored, SOFTMAX="softmax" in self.mode, MEAN=self.mode == "mean_softmax",
@@ -130,7 +130,7 @@ class GpuUnitSearch:
 
     def expand(self, source: UnitSource, fire: Tensor, top_k: int) -> None:
         """Selects the units that fill the budget among the kept ones, and writes their token ids."""
-        grid = (cdiv(self.top_k, _TOKENS), self._pairs(source))
+        grid = (cdiv(self.top_k, _TOKENS), len(source.plan) * self._heads)
         launch(expand_kernel, grid)(
             source, fire, self._keys, self._firsts, self._sizes, self._chunk_units, self.counts,
             self.ids if self.kind.ordered else self._unordered, top_k, self._heads, self.top_k,
@@ -142,9 +142,6 @@ class GpuUnitSearch:
                 fire, self.counts, self._unordered, self.ids, self._heads, self.top_k, T=_TOKENS,
                 BS=min(_COMPARED, next_power_of_2(self.top_k)), num_warps=4, **self._options,
             )  # fmt: skip
-
-    def _pairs(self, source: UnitSource) -> int:
-        return len(source.plan) * self._heads
 
     def _dots(self, dtype: torch.dtype) -> bool:
         """Whether tensor cores compute scores. Not for a mean of queries, which would be rounded to 16 bits."""
