@@ -53,11 +53,6 @@ class CosSinTable:
         with lasting_tensors():
             return torch.cat(cos), torch.cat(sin)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the device."""
-        return sum(side.nbytes for side in self._table)
-
 
 def spans_of(tokens: int) -> int:
     """Rows of a table for `tokens` tokens, rounded up to whole pieces."""
