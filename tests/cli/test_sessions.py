@@ -283,16 +283,9 @@ def test_kept_sessions_are_listed_and_removed(cli: Cli, tiny: Path, text: Path, 
     assert (row["tokens"], row["dtype"], row["bytes"]) == (about["tokens"], about["dtype"], on_disk(first))
     assert told["total_bytes"] == on_disk(first) + on_disk(second)
     shown = cli("sessions", "list").stdout
-    for words in (
-        first.name[:12],
-        "log.txt",
-        "other.txt",
-        f"{row['tokens']:,}",
-        "pariskv (top_k=50)",
-        "1970-01-02",
-        "32.0 GiB",
-    ):
-        assert words in " ".join(shown.split())
+    (line,) = (line for line in shown.splitlines() if first.name[:12] in line)  # one row each
+    assert len(line) <= 80 and all(words in line for words in ("log.txt", f"{row['tokens']:,}", "1970-01-0"))
+    assert "other.txt" in shown and "32.0 GiB" in shown
     freed = cli("sessions", "rm", first.name[:12])
     assert freed.stdout.startswith(f"{first.name[:12]}: ") and there(kept) == {second.name}
     (second / "session.json").write_text("{}")  # damaged: it is told, and can be removed

@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from kvrecall.cli import options
-from kvrecall.cli.screen import details, method_text, notes, plain_table, results, size, to_stdout
+from kvrecall.cli.screen import details, notes, plain_table, results, size, to_stdout
 from kvrecall.cli.session_store import SessionStore, StoredSession, store_folder
 from kvrecall.cli.verb import Result, verb
 from kvrecall.core.errors import ParameterError, SessionError
@@ -20,12 +20,14 @@ sessions = typer.Typer(help="The sessions that `ask --keep` and `chat --keep` ke
 
 NAME_DIGITS = 12
 """Of a session's name in a table; as many tell it from every other one."""
+_DOCUMENT = 22
+"""Characters of a document's name in a table, so that a session is one row of 80 columns, also one that is in use."""
 
 
 @sessions.command("list")
 @verb
 def list_sessions(keep_limit: options.KeepLimit = options.DEFAULT_KEEP_LIMIT) -> Result:
-    """List the kept sessions: document, tokens, size, model, method, last use."""
+    """List the kept sessions: document, tokens, size, last use."""
     limit = byte_count(keep_limit, "--keep-limit")
     folder = store_folder()
     rows = [_row(session) for session in (SessionStore(folder).sessions() if folder.is_dir() else [])]
@@ -83,19 +85,20 @@ def _show(result: Result) -> None:
     if not result["sessions"]:
         details().print(f"no sessions in {folder}; `kvrecall ask FILE QUESTION --keep` keeps one", soft_wrap=True)
         return
-    table = plain_table(None, "name", "document", "tokens", "size", "model", "method", "last used")
+    table = plain_table(None, "name", "document", "tokens", "size", "last used")
     for row in result["sessions"]:
         used = datetime.fromisoformat(row["last_used"]).astimezone().strftime("%Y-%m-%d %H:%M")
         used += ", in use" if row["in_use"] else ""
         name = row["name"][:NAME_DIGITS]
         if row["state"] == "damaged":
-            table.add_row(name, "damaged", "–", size(row["bytes"]), "–", "–", used)
+            table.add_row(name, "damaged", "–", size(row["bytes"]), used)
             continue
         # The file that was read, without its folder, or else how its text begins.
-        document = ", ".join(Path(file).name for file in row["files"]) or (row["first_words"] or "–")[:30]
-        method = method_text(row["method"], row["settings"])
-        table.add_row(name, document, f"{row['tokens']:,}", size(row["bytes"]), row["model"] or row["model_type"], method, used)
+        document = ", ".join(Path(file).name for file in row["files"]) or row["first_words"] or "–"
+        document = document if len(document) <= _DOCUMENT else f"{document[: _DOCUMENT - 1]}…"
+        table.add_row(name, document, f"{row['tokens']:,}", size(row["bytes"]), used)
     console = results()
     console.print(table)
     total = f"{size(result['total_bytes'])} of {size(result['limit_bytes'])}"
-    console.print(Text(f"\n{len(result['sessions'])} in {folder}: {total}"), soft_wrap=True)
+    more = "--json tells model and method, too"
+    console.print(Text(f"\n{len(result['sessions'])} in {folder}: {total}; {more}"), soft_wrap=True)
