@@ -35,6 +35,8 @@ def test_a_text_that_is_too_short_to_search_is_told(cli: Cli, tiny: Path, tmp_pa
     assert f"all {tokens:,} tokens: fewer than the {told['searched_from']:,} of a search" in " ".join(result.stderr.split())
     result = cli("ask", short, "what boat", "-m", tiny, "--max-new-tokens", 5, "--method", "full")
     assert f"all {tokens:,} tokens" in result.stderr and "of a search" not in result.stderr
+    result = cli("ask", short, "what boat", "the red", "-m", tiny, "--max-new-tokens", 5)
+    assert "of a search" in result.stderr and "once for all questions" in result.stderr
     result = cli("generate", "the red harbour", "-m", tiny, "--max-new-tokens", 5)
     assert result.exit_code == 0 and "of a search" in result.stderr
 

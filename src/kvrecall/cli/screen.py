@@ -216,9 +216,7 @@ def token_bar(title: str, quiet: bool = False) -> Iterator[OnProgress]:
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.fields[left]}"), console=console, transient=True) as progress:
         task = progress.add_task(title, total=None, left="")
-        yield lambda done, total: progress.update(
-            task, completed=done, total=total, left=_left(estimate.left(done, total)).removeprefix(", ")
-        )
+        yield lambda done, total: progress.update(task, completed=done, total=total, left=_left(estimate.left(done, total)))
 
 
 class Estimate:
@@ -246,7 +244,7 @@ class Estimate:
 
 
 def _left(seconds: float | None) -> str:
-    return "" if seconds is None else f", about {timedelta(seconds=round(seconds))} left"
+    return "" if seconds is None else f"about {timedelta(seconds=round(seconds))} left"
 
 
 class ProgressLog:
@@ -267,32 +265,34 @@ class ProgressLog:
         if self.quiet or not (always or elapsed >= self.EVERY_SECONDS):
             return
         self.last = now
-        notes().print(f"{line()}, {timedelta(seconds=round(now - self.start))}{_left(left)}", soft_wrap=True)
+        parts = line(), str(timedelta(seconds=round(now - self.start))), _left(left)
+        notes().print(", ".join(filter(None, parts)), soft_wrap=True)
 
 
 def facts_table(summary: dict[str, Any]) -> PlainTable:
     """The lines under an answer, from its JSON result (see `generate.summary` and `ask.answer_row`)."""
     table, document = plain_table(), "read_seconds" in summary
-    verb, tokens = ("read", summary["prompt_tokens"])
-    if document:
-        verb, tokens = ("loaded" if _source(summary) == "loading" else "read"), summary["document_tokens"]
-    table.add_row(verb, f"{tokens:,} tokens in {seconds(summary['read_seconds' if document else 'prefill_seconds'])}")
-    table.add_row("attended", attended(summary["stats"]["total"], summary["prompt_tokens"], summary["searched_from"]))
+    tokens, took = ("document_tokens", "read_seconds") if document else ("prompt_tokens", "prefill_seconds")
+    verb = "loaded" if _source(summary) == "loading" else "read"
+    table.add_row(verb, f"{summary[tokens]:,} tokens in {seconds(summary[took])}")
+    table.add_row("attended", attended([summary], summary["searched_from"]))
     first = f", the first after {seconds(summary['first_token_seconds'])}" if document else ""
     table.add_row("answered", f"{summary['new_tokens']:,} tokens in {_pace(summary)}{first}")
     return table
 
 
-def attended(total: dict[str, Any], tokens: int, searched_from: int | None) -> str:
-    """How many tokens of a prompt each step of its answer attended to. searched_from: tokens below which a sequence is attended
-    whole; None for full attention."""
-    count = total["attended_per_step"]
-    if not count:
-        return "nothing more: the answer is its first token"
-    if count < tokens:
-        return f"{count:,.0f} tokens per step and KV head, {count / tokens:.0%} of {tokens:,}"
-    short = "" if searched_from is None or tokens >= searched_from else f": fewer than the {searched_from:,} of a search"
-    return f"all {tokens:,} tokens{short}"
+def attended(answers: list[dict[str, Any]], searched_from: int | None) -> str:
+    """How many tokens of their prompts the steps of answers attended to, on average. searched_from: tokens below which a
+    sequence is attended whole; None for full attention."""
+    counts = [answer["stats"]["total"]["attended_per_step"] for answer in answers]
+    lengths = [answer["prompt_tokens"] for answer in answers]
+    count, tokens = (sum(numbers) / len(answers) for numbers in (counts, lengths))
+    if not any(counts):
+        return "nothing more: an answer's first token comes with its prompt"
+    if any(0 < own < length for own, length in zip(counts, lengths, strict=True)):
+        return f"{count:,.0f} tokens per step and KV head, {count / tokens:.0%} of {tokens:,.0f}"
+    short = searched_from is not None and max(lengths) < searched_from
+    return f"all {tokens:,.0f} tokens" + (f": fewer than the {searched_from:,} of a search" if short else "")
 
 
 def _pace(summary: dict[str, Any]) -> str:
@@ -352,7 +352,5 @@ def answers_table(result: dict[str, Any]) -> PlainTable:
     table.add_row("first token", f"{seconds(min(first))} to {seconds(max(first))} after its question")
     new, last = sum(answer["new_tokens"] for answer in answers), max(answer["decode_seconds"] for answer in answers)
     table.add_row("answers", f"{new:,} tokens together, the longest in {seconds(last)}")
-    mean = sum(answer["stats"]["total"]["attended_per_step"] for answer in answers) / len(answers)
-    shortest = min(answer["prompt_tokens"] for answer in answers)
-    table.add_row("attended", attended({"attended_per_step": mean}, shortest, result["searched_from"]))
+    table.add_row("attended", attended(answers, result["searched_from"]))
     return table

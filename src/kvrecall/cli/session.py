@@ -107,7 +107,7 @@ def method_row(method: Any) -> Result:
     sequence is attended whole; null for a method that does not search."""
     from kvrecall.methods.settings import settings_of
 
-    least = None if method.top_k is None else method.full_attention_below()
+    least = None if method.top_k is None else method.full_everywhere_below()
     return {"method": method.name, "settings": settings_of(method), "searched_from": least}
 
 

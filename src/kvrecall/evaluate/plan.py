@@ -42,9 +42,7 @@ class Condition:
     def covered_tokens(self) -> int:
         """The longest text that every layer attends to whole, so that the method is full attention there."""
         zones = self.method.zone_sizes()
-        layers = [self.method, *(self.method.at(number) for number, _ in self.method.per_layer)]
-        below = min(layer.full_attention_below() for layer in layers)
-        return max(below - 1, zones.sink_tokens + zones.local_tokens + (self.budget or 0))
+        return max(self.method.full_everywhere_below() - 1, zones.sink_tokens + zones.local_tokens + (self.budget or 0))
 
 
 def conditions(specs: list[str], budgets: list[int], layers: int | None = None) -> list[Condition]:

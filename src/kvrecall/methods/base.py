@@ -180,6 +180,11 @@ class Method(TypedFields):
         """Sequences shorter than this many tokens are attended whole."""
         return max(self.full_attention_threshold, self.sink_tokens + self.local_tokens + 2 * (self.top_k or 0))
 
+    def full_everywhere_below(self) -> int:
+        """Sequences shorter than this many tokens are attended whole in every layer."""
+        layers = [self, *(self.at(number) for number, _ in self.per_layer)]
+        return min(layer.full_attention_below() for layer in layers)
+
     def build_index(self, shape: LayerShape) -> Index | None:
         """An empty index for one layer, or None for a method that never searches."""
         config, prune, estimate = self.index_config(), self.prune_config(), self.estimate_config()

@@ -171,16 +171,18 @@ def rotaries_of_config(config: PretrainedConfig) -> Rotaries:
     few = _NARROW | _FEW_HEADS | {"hidden_size": 2 * dim, "n_embd": 2 * dim, "d_model": 2 * dim}
     if (expand := getattr(text, "mamba_expand", None)) and hasattr(text, "mamba_n_heads"):  # as large as the hidden size says
         few |= {"mamba_n_heads": 1, "mamba_d_head": expand * 2 * dim, "mamba_n_groups": 1}
-    found = None
+    got, cause = "a model that cannot be made small", None
     for sizes in ({"head_dim": dim} | _NARROW, few):
-        with suppress(ValueError, TypeError, AttributeError, RuntimeError):  # families differ in the sizes that fit together
+        try:
             found = ask_model(_small_model(text, sizes))
-            if not found.unknown:
-                return found
-    got = "a model that cannot be made small"
-    if found is not None:
+        except (ValueError, TypeError, AttributeError, RuntimeError) as error:  # families differ in the sizes that fit together
+            cause = error
+            continue
+        if not found.unknown:
+            return found
         got = f"others in layers {', '.join(map(str, found.unknown))}"
-    raise StatisticsError(text.model_type, "layers whose rotary embedding can be found", got, 'Serve "method": "exact".')
+    expected = "layers whose rotary embedding can be found"
+    raise StatisticsError(text.model_type, expected, got, 'Serve "method": "exact".') from cause
 
 
 def _small_model(config: PretrainedConfig, sizes: Mapping[str, Any]) -> Any:
