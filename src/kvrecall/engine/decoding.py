@@ -35,6 +35,11 @@ _SHARED = {"input_ids", "position_ids", "attention_mask", CACHE, "use_cache", "l
 class Decoding:
     """One request, from the last chunk of its prompt on, independent of other requests."""
 
+    exact = False
+    """Whether its tokens are those of full attention."""
+    checks = False
+    """Whether its next step is a check of drafts."""
+
     def __init__(
         self, model: PreTrainedModel, cache: RetrievalCache, input_ids: Tensor, mask: Tensor, config: GenerationConfig,
         seed: int | None, tokenizer: Any = None,
@@ -146,7 +151,7 @@ class Decoding:
             self.sequences, next_sequence_length=missing, is_first_iteration=True, **self._arguments
         )
         # A single token searches, as in `model.generate`.
-        with self.cache.reading_prompt() if missing > 1 else nullcontext():
+        with self.cache.reading_prompt() if missing > 1 or self.exact else nullcontext():
             return self._called(self.model(**inputs, return_dict=True))
 
     def step(self) -> Tensor:
@@ -165,7 +170,7 @@ class Decoding:
             outputs = self._outputs or output_with(self.cache)
             several = {"num_new_tokens": behind} if behind > 1 else {}  # after steps with tokens and positions only
             self._arguments = self.model._update_model_kwargs_for_generation(
-                outputs, self._arguments, is_encoder_decoder=False, **several
+                outputs, dict(self._arguments), is_encoder_decoder=False, **several
             )
             self._told, self._outputs = len(self.steps), None
 
@@ -195,13 +200,24 @@ class Decoding:
     def settle(self) -> None:
         """After the steps of a call were accepted: removes other tokens from the cache."""
 
+    def take_back(self) -> None:
+        """After an interrupt: forgets drafts, which are not part of the answer."""
+
     def close(self) -> None:
         """Ends the request and restores settings of the cache."""
+        for layer in self.cache.layers:
+            if hasattr(layer, "record_past"):
+                layer.record_past = False  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _padded(self, tokens: list[int]) -> list[int]:
+        """The tokens of a step, with padding for finished sequences."""
+        if self._pad is None:
+            return tokens
+        return [token if going else self._pad for token, going in zip(tokens, self._unfinished, strict=True)]
 
     def accept(self, tokens: list[int]) -> None:
         """Adds the chosen tokens; finished sequences get padding."""
-        if self._pad is not None:
-            tokens = [token if going else self._pad for token, going in zip(tokens, self._unfinished, strict=True)]
+        tokens = self._padded(tokens)
         self.steps.append(tokens)
         stops = [token in self._ends for token in tokens]
         if len(self.steps) >= self._most - self._prompt:

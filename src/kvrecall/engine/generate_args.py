@@ -20,6 +20,7 @@ from kvrecall.backends.transformers.forward_pass import check_padding
 from kvrecall.core.errors import CaptureError, ContextLengthError, ParameterError
 from kvrecall.core.texts import check_seed, integer
 from kvrecall.engine.decoding import generation_config
+from kvrecall.engine.exact import check_exact
 from kvrecall.engine.lookup import check_lookup
 from kvrecall.engine.prefill import Progress, check_prompt, chunk_size
 from kvrecall.methods.base import Method
@@ -47,6 +48,7 @@ class GenerateArgs:
     seed: int | None
     capture: bool | None
     compiled: bool
+    exact: bool
     autocast: tuple[bool, torch.dtype]
 
     @property
@@ -80,7 +82,7 @@ def check_args(
     max_new_tokens: int, chunk_tokens: int | None, attention_mask: Tensor | None, on_prefill: Progress | None,
     on_text: Callable[[str], None] | None, on_token: Callable[[int], None] | None, temperature: float, top_p: float,
     seed: int | None, eos_token_id: int | list[int] | None, prompt_lookup_num_tokens: int | None, capture: bool | None,
-    compiled: bool,
+    compiled: bool, exact: bool = False,
 ) -> GenerateArgs:  # fmt: skip
     """Checks the arguments of `engine.generate`. Raises ParameterError, ShapeError, ContextLengthError or CaptureError."""
     if not isinstance(cache, RetrievalCache | Method):
@@ -116,10 +118,12 @@ def check_args(
     config = generation_config(model, tokenizer, max_new_tokens, temperature, top_p, eos_token_id, prompt_lookup_num_tokens)
     if config.prompt_lookup_num_tokens is not None:
         check_lookup(config.prompt_lookup_num_tokens, input_ids.shape[0], cache)
+    if exact:
+        check_exact(cache, config.prompt_lookup_num_tokens is not None, bool(capture))
     device = model.device.type
     return GenerateArgs(
         model, tokenizer, input_ids, cache, made, config, max_new_tokens, chunk_tokens, attention_mask, on_prefill, on_text,
-        on_token, seed, capture, compiled, (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
+        on_token, seed, capture, compiled, bool(exact), (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
     )  # fmt: skip
 
 

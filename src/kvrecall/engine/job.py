@@ -19,9 +19,9 @@ from transformers import PreTrainedTokenizerBase, TextStreamer
 from kvrecall.backends.interrupt import deferred_interrupt
 from kvrecall.backends.transformers import RetrievalCache
 from kvrecall.backends.transformers.generating import keep_prefix
-from kvrecall.engine.decoding import Decoding, answers
+from kvrecall.engine.decoding import answers
+from kvrecall.engine.exact import Drafts, ExactDecoding, kind_of
 from kvrecall.engine.generate_args import GenerateArgs
-from kvrecall.engine.lookup import LookupDecoding
 from kvrecall.engine.prefill import read_chunk
 from kvrecall.engine.steps import Member
 
@@ -53,6 +53,7 @@ class Job:
             self._streamer = _Streamer(args.tokenizer, args.on_text)
         self._start = self._first = self._end = 0.0
         self._sequences: Tensor | None = None
+        self._drafts: Drafts | None = None
 
     @property
     def decodes(self) -> bool:
@@ -66,7 +67,10 @@ class Job:
         if self._held is None:
             args = self.args
             args.cache.owner.hold(self)
-            self._held = keep_prefix(args.cache, args.input_ids, args.attention_mask, args.prompt_tokens - 1, args.total_tokens)
+            most = args.prompt_tokens - 1
+            if args.exact:
+                most = args.cache.tokens.exact(most)
+            self._held = keep_prefix(args.cache, args.input_ids, args.attention_mask, most, args.total_tokens)
 
     def admit(self) -> None:
         """Announces the length to the cache, which may raise HostMemoryError or DeviceMemoryError."""
@@ -105,7 +109,7 @@ class Job:
         args.cache.align()
         mask = args.attention_mask
         mask = torch.ones_like(args.input_ids) if mask is None else mask
-        kind = LookupDecoding if args.looks_up else Decoding
+        kind = kind_of(args)
         member = Member(args, kind(args.model, args.cache, args.input_ids, mask, args.config, args.seed, args.tokenizer))
         logits = member.first()
         self.member = member
@@ -145,7 +149,9 @@ class Job:
             except Exception as failed:
                 error = error or failed
             if error is None and self.member is not None:
-                self._sequences = self.member.decoding.sequences.clone()
+                decoding = self.member.decoding
+                self._sequences = decoding.sequences.clone()
+                self._drafts = decoding.drafts if isinstance(decoding, ExactDecoding) else None
                 if self._streamer is not None:
                     self.events.append(self._streamer.end)
             else:
@@ -187,7 +193,8 @@ class Job:
         texts = None
         if args.tokenizer is not None:
             texts = [str(args.tokenizer.decode(ids, skip_special_tokens=True)) for ids in new]
-        return GenerateResult(self._sequences, new, texts, self._first - self._start, self._end - self._first, args.cache)
+        seconds = self._first - self._start, self._end - self._first
+        return GenerateResult(self._sequences, new, texts, *seconds, args.cache, self._drafts)
 
 
 def import_compiler_aside() -> threading.Thread:
@@ -222,7 +229,8 @@ class _Streamer(TextStreamer):
 @dataclass(frozen=True)
 class GenerateResult:
     """sequences: prompt and answer, `[B, T]`. new_tokens: the answer's ids per sequence, without padding after the end. cache:
-    the given one, or the one made for the given method."""
+    the given one, or the one made for the given method. drafts: what checks said, of an answer that was checked
+    (`exact=True`)."""
 
     sequences: Tensor
     new_tokens: list[list[int]]
@@ -230,3 +238,4 @@ class GenerateResult:
     prefill_seconds: float
     decode_seconds: float
     cache: RetrievalCache
+    drafts: Drafts | None = None

@@ -111,11 +111,6 @@ class LookupDecoding(Decoding):
         else:
             taking.take(new)
 
-    def close(self) -> None:
-        for layer in self.cache.layers:
-            if hasattr(layer, "record_past"):
-                layer.record_past = False  # pyright: ignore[reportAttributeAccessIssue]
-
     def _look_up(self) -> None:
         found, _ = self._generator_of_guesses.get_candidates(self.sequences)  # type: ignore[arg-type]
         guess = found[0, self.sequences.shape[1] :].tolist()

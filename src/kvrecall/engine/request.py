@@ -81,6 +81,7 @@ class Engine:
         prompt_lookup_num_tokens: int | None = None,
         capture: bool | None = None,
         compiled: bool = False,
+        exact: bool = False,
     ) -> Request:
         """Adds a request with the parameters of `engine.generate`; computes nothing yet.
 
@@ -94,7 +95,7 @@ class Engine:
             model, tokenizer, input_ids, cache, max_new_tokens=max_new_tokens, chunk_tokens=chunk_tokens,
             attention_mask=attention_mask, on_prefill=on_prefill, on_text=on_text, on_token=on_token, temperature=temperature,
             top_p=top_p, seed=seed, eos_token_id=eos_token_id, prompt_lookup_num_tokens=prompt_lookup_num_tokens,
-            capture=capture, compiled=compiled,
+            capture=capture, compiled=compiled, exact=exact,
         )  # fmt: skip
         checked.cache.owner.check("cache")
         job = Job(checked, self._loop.drives_here)
@@ -194,6 +195,7 @@ def generate(
     prompt_lookup_num_tokens: int | None = None,
     capture: bool | None = None,
     compiled: bool = False,
+    exact: bool = False,
 ) -> GenerateResult:
     """Answers the whole prompt `[B, T]`. cache: a RetrievalCache, or a method, which gets a new cache. May be called from
     several threads on one model; their requests share decode steps (`Engine`).
@@ -213,6 +215,11 @@ def generate(
     have all these tokens, guessed or not; they need a method that searches by sphere codes in every step, and no other request
     beside it.
 
+    exact: greedy answers are those of full attention up to rounding, and sampled ones have its distribution: steps of the
+    method draft tokens, which a pass over all rows checks (`engine.exact`). `GenerateResult.drafts` says how many were right.
+    Needs layers that can remove tokens and rows that are not rounded. Tokens of the cache that an earlier answer decoded with
+    searches are read again.
+
     Other settings of the model's generation config apply (repetition penalty, suppressed tokens, …). Beams, several answers per
     prompt and assisted generation are refused. If prompt and answer exceed the model's context, raises ContextLengthError
     before storing anything.
@@ -221,6 +228,7 @@ def generate(
         tokenizer, input_ids, cache, max_new_tokens=max_new_tokens, chunk_tokens=chunk_tokens, attention_mask=attention_mask,
         on_prefill=on_prefill, on_text=on_text, on_token=on_token, temperature=temperature, top_p=top_p, seed=seed,
         eos_token_id=eos_token_id, prompt_lookup_num_tokens=prompt_lookup_num_tokens, capture=capture, compiled=compiled,
+        exact=exact,
     )  # fmt: skip
     try:
         return request.result()

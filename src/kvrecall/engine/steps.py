@@ -26,6 +26,7 @@ from kvrecall.backends.transformers.families import changing_rotary
 from kvrecall.backends.transformers.multi_request import JointCache, NotTogetherError
 from kvrecall.core.errors import CaptureError, InterruptedPassError
 from kvrecall.engine.decoding import Decoding
+from kvrecall.engine.exact import ExactDecoding, has_windows
 from kvrecall.engine.generate_args import GenerateArgs
 from kvrecall.engine.lookup import LookupDecoding
 
@@ -101,6 +102,15 @@ class Member:
             return False
         return self.decoding.joinable
 
+    def checked(self) -> Tensor:
+        """A check of its drafts, alone. Captured steps go on behind it."""
+        self.release()
+        self._uncaptured = 0
+        decoding = self.decoding
+        assert isinstance(decoding, ExactDecoding)
+        with self.args.computing(), torch.no_grad():
+            return decoding.check()
+
     def own(self, call: Callable[[], Tensor]) -> Logits:
         """The result or error of a call for this member only."""
         if self._lost is not None:
@@ -172,10 +182,18 @@ class Stepper:
                 if member.ahead is not None:
                     member.rewind()
                     member.go_on_captured()
+        # Whoever has drafts is checked with those that must be, because they may share rows.
+        drafted = [member for member in members if member.decoding.exact and member.decoding.checks]
+        others = [member for member in members if member not in drafted]
         try:
-            return _in_turn(members, captured=True) if len(members) == 1 else self._several(members)
+            made = dict(zip(map(id, drafted), [member.own(member.checked) for member in drafted], strict=True))
+            if others:
+                found = _in_turn(others, captured=True) if len(others) == 1 else self._several(others)
+                made.update(zip(map(id, others), found, strict=True))
+            return [made[id(member)] for member in members]
         except BaseException:
             for member in members:
+                member.decoding.take_back()
                 member.rewind()
             raise
 
@@ -279,6 +297,8 @@ def _inputs(tokens: Sequence[tuple[Member, Tensor]]) -> list[Any]:
 def _captured_steps(args: GenerateArgs) -> Any:
     if args.capture is False or args.model.device.type != "cuda":
         return None
+    if args.exact and has_windows(args.cache):
+        return None  # captured windows cannot be cropped
     from kvrecall.backends.transformers.capture.runner import CapturedSteps
 
     width = 1 + (args.config.prompt_lookup_num_tokens if args.looks_up else 0)

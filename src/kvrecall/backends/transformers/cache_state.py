@@ -271,6 +271,13 @@ class CacheState(Cache):
         return self._known_configs[id(config)][1]
 
     @property
+    def searches(self) -> bool:
+        """Whether its last decode step may have searched; a shorter sequence attends to everything."""
+        if self.get_seq_length() < self.method.full_everywhere_below():
+            return False
+        return any(self.method.searches(layer.number) for layer in self.retrieval_layers)
+
+    @property
     def captured(self) -> bool:
         """Whether captured decoding has borrowed it."""
         return any(layer.captured is not None for layer in self.retrieval_layers)

@@ -75,7 +75,8 @@ class CachePass:
         if not failed and not missing:
             stored = self.cache.get_seq_length() - self.before
             prompt = self.cache.prefilling or not self.before or stored > MOST_QUERIES
-            self.cache.tokens.add(self.inputs.ids, self.before, stored, self.inputs.described, prompt)
+            searched = not prompt and self.cache.searches
+            self.cache.tokens.add(self.inputs.ids, self.before, stored, self.inputs.described, prompt, searched)
             return
         self.cache.undo(self.before)
         if not failed:

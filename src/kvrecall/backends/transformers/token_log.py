@@ -20,20 +20,36 @@ class TokenLog:
         """False after tokens that ids alone do not describe: embeddings, images."""
         self._answer: int | None = None
         """Tokens before the first one that was decoded."""
+        self._searched: int | None = None
+        """Tokens before the first one that searched, whose keys and values may differ from those of full attention."""
 
     @property
     def answered(self) -> bool:
         """Whether some tokens were decoded: fed one by one or few at a time, and not as a prompt."""
         return self._answer is not None
 
-    def add(self, ids: Tensor | None, start: int, stored: int, described: bool = True, prompt: bool = False) -> None:
+    def exact(self, tokens: int) -> int:
+        """How many of the first `tokens` tokens attended to everything, as did all before them."""
+        return tokens if self._searched is None else min(tokens, self._searched)
+
+    def answered_from(self, tokens: int) -> None:
+        """The tokens behind the first `tokens` ones are of an answer, if there are any."""
+        if self._answer is None and self._length() > tokens:
+            self._answer = tokens
+
+    def add(
+        self, ids: Tensor | None, start: int, stored: int, described: bool = True, prompt: bool = False, searched: bool = True
+    ) -> None:
         """Adds `stored` tokens after the first `start` of each sequence: ids `[B, stored]`, None for embeddings. described:
-        False if ids alone do not describe them. prompt: whether they belong to a prompt."""
+        False if ids alone do not describe them. prompt: whether they belong to a prompt, whose tokens do not search. searched:
+        whether others may have."""
         if not stored:
             return
         self.truncate(start)
         if not prompt and self._answer is None:
             self._answer = start
+        if not prompt and searched and self._searched is None:
+            self._searched = start
         if ids is None or ids.shape[1] != stored or self._length() != start:
             self._pieces, self.known = [], False
         else:
@@ -55,6 +71,8 @@ class TokenLog:
             self._pieces = [held[:, :tokens]] if tokens else []
         if self._answer is not None and tokens <= self._answer:
             self._answer = None
+        if self._searched is not None and tokens <= self._searched:
+            self._searched = None
         if not tokens:
             self.known = True
 
@@ -67,7 +85,8 @@ class TokenLog:
     def copy(self) -> TokenLog:
         """An independent log with the same ids."""
         other = TokenLog()
-        other._pieces, other.known, other._answer = list(self._pieces), self.known, self._answer
+        other._pieces, other.known = list(self._pieces), self.known
+        other._answer, other._searched = self._answer, self._searched
         return other
 
     def common_prefix(self, ids: Tensor, counted: Tensor | None = None) -> int:
@@ -91,6 +110,7 @@ class TokenLog:
         if self.answered if archive.saving else archive.knows("answer"):
             self._answer = archive.integer("answer", self._answer or 0, most=tokens)
         if not archive.saving:
+            self._searched = self._answer  # a file does not say which of an answer's tokens did
             self._pieces = [] if held is None else [held]
 
     def _length(self) -> int:

@@ -1,0 +1,277 @@
+"""Exact answers: decode steps with retrieval draft tokens, and full attention checks them.
+
+1. Steps of the method draft some tokens. Each reads few rows.
+2. One pass of full attention reads the last accepted token and the drafts, and all rows once. Drafts that it would have chosen
+   itself are accepted up to the first other one; in its place comes the pass's own token, and behind the last draft one more.
+3. The keys and values of the drafts are removed before the pass, and those of the pass stay. So the cache is the one that full
+   attention makes, and no answer depends on what was drafted.
+
+Greedy tokens are those of full attention. Sampled ones have its distribution (Leviathan et al., "Fast Inference from
+Transformers via Speculative Decoding", Algorithm 1): a token drafted with probability q is accepted with probability
+min(1, p / q), where p is the pass's; in place of one that is not, a token is drawn from max(0, p - q). Drafts of several
+sequences are accepted as far as those of all are right.
+
+With prompt look-up the drafting steps guess tokens from the text. Sequences too short for a search are decoded by steps alone,
+which attend to everything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvrecall.backends.base import MOST_QUERIES
+from kvrecall.backends.transformers import RetrievalCache
+from kvrecall.core.errors import CaptureError, ParameterError
+from kvrecall.engine.decoding import Decoding
+from kvrecall.engine.lookup import LookupDecoding
+
+if TYPE_CHECKING:
+    from kvrecall.engine.generate_args import GenerateArgs
+
+MOST_DRAFTS = 32
+"""Tokens that one pass checks at most, besides the last accepted one."""
+_KEPT = 0.9
+"""Share of what earlier checks say that each check keeps."""
+_PASS_STEPS, _STREAMED_PER_STEP = 3, 4096
+"""A pass takes about as long as this many steps, and on a GPU as one more for so many tokens whose rows are on the host."""
+
+
+@dataclass
+class Drafts:
+    """What the checks of a request have said. checks: passes of full attention. drafted: tokens that they have checked.
+    accepted: those of them that became tokens of the answer."""
+
+    checks: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+class DraftLength:
+    """How many tokens to draft: as many as give the most tokens in a time, if drafts are as often right as lately. Depends on
+    no clock, so that a seed gives the same tokens again."""
+
+    def __init__(self, pass_steps: float) -> None:
+        """pass_steps: drafting steps that a check takes as long as."""
+        self._pass = pass_steps
+        self._right, self._judged = 9.0, 10.0
+
+    @property
+    def tokens(self) -> int:
+        """Drafts before the next check."""
+        p = self._right / self._judged
+        gains = [sum(p**i for i in range(n + 1)) / (n + self._pass) for n in range(1, MOST_DRAFTS + 1)]
+        return 1 + gains.index(max(gains))
+
+    def saw(self, right: int, drafted: int) -> None:
+        """A check found the first `right` of `drafted` tokens right, and looked at one more if there was one."""
+        self._right = _KEPT * self._right + right
+        self._judged = _KEPT * self._judged + right + (right < drafted)
+
+
+class ExactDecoding(Decoding):
+    """A request whose answer is checked. Between two checks `steps` ends with the drafts, which the cache holds like others."""
+
+    exact = True
+
+    def _take(self, made: Any, ends: list[Tensor]) -> None:
+        super()._take(made, ends)
+        self.drafts = Drafts()
+        self._length = DraftLength(_pass_steps(self.cache))
+        self._whole_below = self.cache.method.full_everywhere_below() - MOST_QUERIES
+        self._accepted = 0
+        """Steps of the answer; those behind them are drafts."""
+        self._end_drafted = False
+        """Whether a draft ends a sequence."""
+        self._drawn: Tensor | None = None
+        """Probabilities of the last drafting step, fp32 `[steps, B, vocabulary]`, if tokens are drawn."""
+        self._laws: list[Tensor] = []
+        """Of each draft, those that it was drawn with, `[B, vocabulary]`."""
+        self._drafting = self._checking = False
+        """What the last tokens were chosen for; neither for tokens that need no check."""
+        self._sure: tuple[dict[str, Any], int, Any] = dict(self._arguments), 0, None
+        """What the model's arguments were when the last token was accepted."""
+
+    @property
+    def drafted(self) -> int:
+        """Drafts that are not checked."""
+        return len(self.steps) - self._accepted
+
+    @property
+    def _searches(self) -> bool:
+        """Whether a drafting step may search. Otherwise it attends to everything, and needs no check."""
+        return self._accepted > 0 and self._prompt + self._accepted >= self._whole_below
+
+    @property
+    def _planned(self) -> int:
+        """Drafts before the next check: with the token behind them the answer must not be too long."""
+        return min(self._length.tokens, self._most - self._prompt - self._accepted - 1)
+
+    @property
+    def checks(self) -> bool:  # type: ignore[override]
+        return self._searches and (self._end_drafted or self.drafted >= self._planned)
+
+    @property
+    def goes_on(self) -> bool:
+        return super().goes_on and self._searches and not self._checking and self.drafted + 1 < self._planned
+
+    def read(self) -> Tensor:
+        return Decoding.read(self)  # nothing is guessed behind a prompt, because a guess would search
+
+    def step(self) -> Tensor:
+        self.cache.activate_past_recording()  # so that sliding windows can be cropped
+        return super().step()
+
+    def check(self) -> Tensor:
+        """Feeds the last accepted token and n drafts to full attention; logits `[B, n + 1, vocabulary]`. The cache holds all of
+        them until `settle`."""
+        self._checking, self._drafting = True, False
+        searched = self.cache.get_seq_length() - (self._prompt + self._accepted - 1)
+        if searched:
+            self.cache.crop(-searched)
+        self._restore_arguments()
+        self._tell()
+        count = 1 + self.drafted
+        inputs = self.model.prepare_inputs_for_generation(self.sequences, next_sequence_length=count, **self._arguments)
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = count
+        self.cache.activate_past_recording()
+        with self.cache.reading_prompt():
+            return self.model(**inputs, return_dict=True).logits[:, -count:]
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """Of a check int64 `[(2 n + 1) B]`: a token for each row of logits, then for each draft whether it is right. Of other
+        steps as usual."""
+        return self._judge(logits) if self._checking else super().choose(logits)
+
+    def _picked(self, scores: Tensor) -> Tensor:
+        if self._samples:
+            self._drawn = scores.softmax(-1).view(-1, self._ids.shape[0], scores.shape[-1])
+        return super()._picked(scores)
+
+    def _judge(self, logits: Tensor) -> Tensor:
+        batch, rows, _ = logits.shape
+        scores = logits.to(copy=True, dtype=torch.float32, device=self._ids.device).transpose(0, 1)
+        if self._processors:
+            ids, known = self.sequences, self._prompt + self._accepted
+            scores = torch.stack([self._processors(ids[:, : known + i], row) for i, row in enumerate(scores)])
+        drafts = torch.tensor(self.steps[self._accepted :], dtype=torch.int64, device="cpu").view(rows - 1, batch)
+        drafts = drafts.to(scores.device)
+        if not self._samples:
+            tokens = scores.argmax(-1)
+            return torch.cat([tokens.flatten(), (tokens[:-1] == drafts).long().flatten()])
+        laws = scores.softmax(-1)
+        drawn = torch.stack(self._laws).to(laws.device) if self._laws else laws[:0]
+        p, q = (law.gather(-1, drafts.unsqueeze(-1)).squeeze(-1) for law in (laws[:-1], drawn))
+        right = torch.rand(drafts.shape, generator=self._generator, device=laws.device) * q < p
+        rest = (laws[:-1] - drawn).clamp_min(0)
+        rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, laws[:-1])  # equal laws refuse nothing but by rounding
+        own = torch.multinomial(torch.cat([rest, laws[-1:]]).flatten(0, 1), 1, generator=self._generator).view(rows, batch)
+        tokens = torch.cat([torch.where(right, drafts, own[:-1]), own[-1:]])
+        return torch.cat([tokens.flatten(), right.long().flatten()])
+
+    def taken(self, chosen: list[int]) -> list[list[int]]:
+        """Of a check, the tokens that it accepts. Drafts are none yet."""
+        if self._checking:
+            return self._right(chosen)
+        made = super().taken(chosen)
+        self._drafting = self._searches
+        if not self._drafting:
+            return made
+        for number, step in enumerate(made):
+            self._end_drafted |= any(going and token in self._ends for token, going in zip(step, self._unfinished, strict=True))
+            self.steps.append(self._padded(step))
+            if self._drawn is not None:
+                self._laws.append(self._drawn[number])
+        return []
+
+    def _right(self, chosen: list[int]) -> list[list[int]]:
+        """The first right drafts of a check, and the token behind them."""
+        batch, drafted = self._ids.shape[0], self.drafted
+        rows = [chosen[i * batch : (i + 1) * batch] for i in range(2 * drafted + 1)]
+        whole = [
+            all(flag or not going for flag, going in zip(row, self._unfinished, strict=True)) for row in rows[drafted + 1 :]
+        ]
+        right = next((i for i, flag in enumerate(whole) if not flag), drafted)
+        self._length.saw(right, drafted)
+        self.drafts.checks += 1
+        self.drafts.drafted += drafted
+        self.drafts.accepted += right
+        self.take_back()
+        return rows[: right + 1]
+
+    def settle(self) -> None:
+        super().settle()
+        if self._drafting:
+            return
+        self.cache.crop(self.stored - self.cache.get_seq_length())  # 0 cuts windows that were recorded
+        self.cache.tokens.answered_from(self._prompt)
+        self._accepted, self._sure = len(self.steps), (dict(self._arguments), self._told, self._outputs)
+
+    def take_back(self) -> None:
+        del self.steps[self._accepted :]
+        self._written = min(self._written, self._prompt + self._accepted)
+        self._end_drafted = self._drafting = self._checking = False
+        self._laws = []
+        self._restore_arguments()
+
+    def _restore_arguments(self) -> None:
+        arguments, self._told, self._outputs = self._sure
+        self._arguments = dict(arguments)
+
+
+class ExactLookupDecoding(ExactDecoding, LookupDecoding):
+    """As `ExactDecoding`, and the steps that draft guess tokens from the text."""
+
+    def _look_up(self) -> None:
+        super()._look_up()
+        self._guess = self._guess[: max(0, self._planned - self.drafted - 1)]
+
+
+def kind_of(args: GenerateArgs) -> type[Decoding]:
+    """How a request decodes."""
+    exact = args.exact and _may_search(args.cache)
+    if args.looks_up:
+        return ExactLookupDecoding if exact else LookupDecoding
+    return ExactDecoding if exact else Decoding
+
+
+def check_exact(cache: RetrievalCache, looks_up: bool, capture: bool) -> None:
+    """Raises ParameterError or CaptureError for requests whose answer cannot be exact. looks_up: with prompt look-up. capture:
+    whether captured steps are required."""
+    if cache.fp8_rows:
+        remedy = "Leave host_rows out, or exact."
+        raise ParameterError("exact", "rows of keys and values that are not rounded", "host_rows='fp8'", remedy)
+    if not _may_search(cache):
+        return
+    fixed = [number for number, layer in enumerate(cache.layers) if not getattr(layer, "is_croppable", True)]
+    if fixed:
+        got = f"one whose layer {fixed[0]} keeps a running state"
+        raise ParameterError("exact", "a model whose layers can remove drafts", got, "Leave exact out.")
+    if not has_windows(cache):
+        return
+    if looks_up:
+        expected, remedy = "no prompt_lookup_num_tokens with sliding windows", "Leave one of them out."
+        raise ParameterError("exact", expected, "both", remedy)
+    if capture:
+        raise CaptureError("sliding windows with exact=True", "Leave capture out: captured windows cannot remove drafts.")
+
+
+def has_windows(cache: RetrievalCache) -> bool:
+    """Whether some layers are no retrieval layers: sliding windows, if they can remove tokens."""
+    return len(cache.retrieval_layers) < len(cache.layers)
+
+
+def _may_search(cache: RetrievalCache) -> bool:
+    """Whether some layer may search; without one, the method is exact by itself."""
+    return any(cache.method.searches(layer.number) for layer in cache.retrieval_layers)
+
+
+def _pass_steps(cache: RetrievalCache) -> float:
+    """About how many drafting steps take as long as a check."""
+    streamed = sum(state.shape.device.type == "cuda" and not state.store.on_device for state in cache.states)
+    tokens = cache.get_seq_length() * cache.sequences * streamed / max(1, len(cache.states))
+    return _PASS_STEPS + tokens / _STREAMED_PER_STEP

@@ -1,0 +1,254 @@
+"""Exact answers in the loop: those of full attention, whatever the method drafts, and a cache as full attention makes it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvrecall
+from kvrecall import engine
+from kvrecall.core.errors import ParameterError
+from kvrecall.engine.exact import MOST_DRAFTS, DraftLength
+from kvrecall.engine.loop import loop_of
+from tests.backends.models import tiny
+from tests.backends.test_hybrids import model_of
+from tests.backends.test_transformers import METHODS as COVERING
+from tests.engine.test_decoding import HONOURED
+from tests.engine.test_lookup import text
+from tests.engine.users import METHODS as SPARSE
+from tests.engine.users import User, idle, in_threads
+
+SEARCHING = [name for name in SPARSE if name != "full"]
+
+
+def full(model: Any, ids: Tensor, tokens: int = 30, **more: Any) -> engine.GenerateResult:
+    """The answer by full attention."""
+    return engine.generate(model, None, ids, COVERING["full"], max_new_tokens=tokens, chunk_tokens=64, **more)
+
+
+def rows(cache: kvrecall.RetrievalCache, layer: int, sequence: int = 0) -> Tensor:
+    """All keys and values of a layer, `[H_kv, tokens, 2, D]`."""
+    state = cache.retrieval_layers[layer].state
+    assert state is not None
+    kept = state.store
+    zones, resident = kept.zones(sequence), kept.resident.view(sequence)
+    return torch.cat([resident[:, : zones.sink], *kept.host[sequence].blocks(), resident[:, zones.sink :]], 1)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("method", SEARCHING)
+def test_tokens_and_cache_are_those_of_full_attention(method: str, family: str) -> None:
+    model, ids = tiny(family), text()
+    expected = full(model, ids)
+    made = engine.generate(model, None, ids, SPARSE[method], max_new_tokens=30, chunk_tokens=64, exact=True)
+    assert torch.equal(made.sequences, expected.sequences)
+    assert made.drafts is not None and 0 < made.drafts.accepted < made.drafts.drafted
+    assert made.drafts.checks + made.drafts.accepted == 29, "each check gives one token more than the drafts that it accepts"
+    assert made.cache.get_seq_length() == expected.cache.get_seq_length() == 179
+    for layer in range(len(made.cache.retrieval_layers)):
+        torch.testing.assert_close(rows(made.cache, layer), rows(expected.cache, layer), atol=2e-5, rtol=2e-5)
+    assert not any(getattr(layer, "record_past", False) for layer in made.cache.layers)
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_look_up_drafts_too(sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that repeats itself: look-up saves drafting steps, and the answer stays."""
+    model = tiny("llama")
+    ids = text(20).repeat(1, 8)
+    given: dict[str, Any] = {"temperature": 1.0, "seed": 3} if sampled else {}
+    expected, widths, forward = full(model, ids), list[int](), model.forward
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        widths.append(kwargs["input_ids"].shape[1])
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(model, "forward", watched)
+    how: dict[str, Any] = {"max_new_tokens": 30, "chunk_tokens": 64, "exact": True, **given}
+    made = engine.generate(model, None, ids, COVERING["pariskv"], prompt_lookup_num_tokens=5, **how)
+    if not sampled:
+        assert torch.equal(made.sequences, expected.sequences)
+    assert max(width for width in widths if width < 32) > 1 and len(made.new_tokens[0]) == 30
+
+
+@pytest.mark.parametrize("method", ["pariskv", "prkv"])
+def test_sequences_of_a_batch(method: str) -> None:
+    """Padding of several lengths, and ends of answers at several tokens."""
+    model = tiny("llama")
+    user = User(SPARSE[method], lengths=(90, 70, 81), new_tokens=25)
+    given: dict[str, Any] = {"attention_mask": user.mask, "eos_token_id": list(range(0, 320, 9))}
+    expected = full(model, user.ids, 25, **given)
+    made = engine.generate(model, None, user.ids, SPARSE[method], max_new_tokens=25, chunk_tokens=64, exact=True, **given)
+    assert made.new_tokens == expected.new_tokens and torch.equal(made.sequences, expected.sequences)
+    assert len(set(map(len, made.new_tokens))) > 1
+
+
+@pytest.mark.parametrize("name", [name for name in HONOURED if name != "guided"])
+def test_the_model_s_generation_config_holds(name: str) -> None:
+    model, ids = tiny("llama"), text(80)
+    model.generation_config.update(pad_token_id=0, **HONOURED[name])
+    expected = full(model, ids, 15)
+    made = engine.generate(model, None, ids, SPARSE["pariskv"], max_new_tokens=15, chunk_tokens=64, exact=True)
+    assert torch.equal(made.sequences, expected.sequences)
+
+
+@pytest.mark.parametrize("look_up", [{}, {"prompt_lookup_num_tokens": 3}], ids=["alone", "look-up"])
+def test_drawn_tokens_have_the_distribution_of_full_attention(look_up: dict[str, Any]) -> None:
+    """Pairs of the third and fourth token of many answers, from eight possible tokens, by Pearson's test."""
+    model, ids = tiny("llama"), text(60)
+    words = list(range(40, 45))
+    model.generation_config.update(pad_token_id=0, suppress_tokens=[n for n in range(320) if n not in words])
+    many = ids if look_up else ids.expand(60, -1)  # look-up is for one sequence
+    how: dict[str, Any] = {"max_new_tokens": 3, "chunk_tokens": 64, "temperature": 3.0}
+
+    def drawn(method: kvrecall.Method, first: int, **more: Any) -> Counter[tuple[int, ...]]:
+        seen = Counter[tuple[int, ...]]()
+        for seed in range(first, first + (300 if look_up else 10)):
+            made = engine.generate(model, None, many, method, seed=seed, **how, **more)
+            seen.update(tuple(new[1:]) for new in made.new_tokens)
+        return seen
+
+    ours, theirs = drawn(SPARSE["pariskv"], 0, exact=True, **look_up), drawn(COVERING["full"], 1000)
+    pairs = sorted({*ours, *theirs})
+    statistic = sum((ours[pair] - theirs[pair]) ** 2 / (ours[pair] + theirs[pair]) for pair in pairs)
+    freedom = len(pairs) - 1
+    assert freedom >= 10 and statistic < freedom + 4 * (2 * freedom) ** 0.5, (statistic, freedom)
+
+
+def test_a_seed_gives_the_same_tokens_again() -> None:
+    model, ids = tiny("llama"), text(90)
+    how: dict[str, Any] = {"max_new_tokens": 20, "temperature": 1.0, "exact": True}
+    first, again = (engine.generate(model, None, ids, SPARSE["pariskv"], seed=5, **how).new_tokens for _ in range(2))
+    assert first == again != engine.generate(model, None, ids, SPARSE["pariskv"], seed=6, **how).new_tokens
+
+
+def test_tokens_that_searched_before_are_read_again(tmp_path: Path) -> None:
+    """An answer without `exact` leaves keys and values of searches in the cache. A saved session does not say which."""
+    model, ids = tiny("llama"), text(90)
+    cache = kvrecall.RetrievalCache(model.config, SPARSE["pariskv"])
+    said = engine.generate(model, None, ids, cache, max_new_tokens=20).sequences
+    ids = torch.cat([said, text(5, 7)], 1)
+    expected = full(model, ids)
+    assert not torch.allclose(rows(cache, 1), rows(full(model, said[:, :-1], 1).cache, 1), atol=1e-4)
+    cache.save(tmp_path)
+    loaded = kvrecall.RetrievalCache.load(tmp_path, model.config, model=model)
+    for held in (cache.fork(), cache.fork(SPARSE["exact"]), loaded, cache):
+        made = engine.generate(model, None, ids, held, max_new_tokens=30, exact=True)
+        assert torch.equal(made.sequences, expected.sequences)
+        torch.testing.assert_close(rows(held, 1), rows(expected.cache, 1), atol=2e-5, rtol=2e-5)
+
+
+def test_an_exact_conversation_is_not_read_again() -> None:
+    model, ids = tiny("llama"), text(90)
+    cache = kvrecall.RetrievalCache(model.config, SPARSE["pariskv"])
+    said = engine.generate(model, None, ids, cache, max_new_tokens=20, exact=True).sequences
+    assert cache.tokens.exact(1000) == 1000 and cache.tokens.answered
+    read: list[tuple[int, int]] = []
+    ids = torch.cat([said, text(5, 7)], 1)
+    made = engine.generate(
+        model, None, ids, cache, max_new_tokens=20, exact=True, chunk_tokens=2, on_prefill=lambda *told: read.append(told)
+    )
+    assert read[0] == (109, 115) and torch.equal(made.sequences, full(model, ids, 20).sequences)
+
+
+def test_a_single_new_token_and_short_answers() -> None:
+    """The whole prompt but one token is held: that token attends to everything, too."""
+    model, ids = tiny("llama"), text(120)
+    expected = full(model, ids, 9).sequences
+    cache = kvrecall.RetrievalCache(model.config, SPARSE["pariskv"])
+    for count in (1, 2, 3, 9):
+        made = engine.generate(model, None, ids, cache, max_new_tokens=count, exact=True)
+        assert torch.equal(made.sequences, expected[:, : 120 + count])
+
+
+def test_short_sequences_are_not_drafted() -> None:
+    """Until they are long enough to search, decode steps attend to everything."""
+    model, ids = tiny("llama"), text(40)
+    method = replace(SPARSE["pariskv"], full_attention_threshold=60)
+    made = engine.generate(model, None, ids, method, max_new_tokens=10, exact=True)
+    assert torch.equal(made.sequences, full(model, ids, 10).sequences)
+    assert made.drafts is not None and made.drafts.checks == 0
+    longer = engine.generate(model, None, ids, method, max_new_tokens=40, exact=True)
+    assert torch.equal(longer.sequences, full(model, ids, 40).sequences)
+    assert longer.drafts is not None and 0 < longer.drafts.checks < 30
+
+
+def test_beside_other_requests_and_on_forks() -> None:
+    """Exact requests and others, of several methods and lengths, at once; a document's forks, too."""
+    model = tiny("llama")
+    users = [User(SPARSE[name], seed=n, new_tokens=15, more={"temperature": 0.0}) for n, name in enumerate(SEARCHING)]
+    calls, expected = [], []
+    for one in users:
+        calls.append(lambda one=one: one.submit(model).result().new_tokens)
+        expected.append(one.alone(model))
+        calls.append(lambda one=one: one.submit(model, exact=True).result().new_tokens)
+        expected.append(full(model, one.ids, 15).new_tokens)
+    document = kvrecall.RetrievalCache(model.config, SPARSE["pariskv"])
+    engine.prefill(model, text(), document)
+    for question in range(4):
+        ids = torch.cat([text(), text(4 + question, 50 + question)], 1)
+        calls.append(
+            lambda ids=ids: (
+                engine.Engine.of(model).submit(None, ids, document.fork(), max_new_tokens=15, exact=True).result().new_tokens
+            )
+        )
+        expected.append(full(model, ids, 15).new_tokens)
+    assert in_threads(calls) == expected and idle(model)
+
+
+@pytest.mark.parametrize("where", ["on_token", "draft", "check"])
+def test_after_an_interrupt_it_goes_on(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = tiny("llama"), text()
+    cache = kvrecall.RetrievalCache(model.config, SPARSE["pariskv"])
+    expected, left, forward = full(model, ids).sequences, [7], model.forward
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        made = forward(*args, **kwargs)
+        left[0] -= (kwargs["input_ids"].shape[1] == 1) == (where == "draft") and kwargs["input_ids"].shape[1] < 40
+        if not left[0]:
+            raise KeyboardInterrupt
+        return made
+
+    def told(count: int) -> None:
+        if count == 9:
+            raise KeyboardInterrupt
+
+    if where != "on_token":
+        monkeypatch.setattr(model, "forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(model, None, ids, cache, max_new_tokens=30, exact=True, on_token=told if where == "on_token" else None)
+    held = cache.tokens.ids()
+    assert held is not None and held.shape[1] == cache.get_seq_length() >= 150
+    assert torch.equal(held, expected[:, : held.shape[1]]), "no draft stays"
+    monkeypatch.setattr(model, "forward", forward)
+    made = engine.generate(model, None, ids, cache, max_new_tokens=30, exact=True)
+    assert torch.equal(made.sequences, expected) and idle(model) and not loop_of(model)._active
+
+
+def test_what_cannot_be_exact_is_refused() -> None:
+    model, ids = tiny("llama"), text(40)
+    rounded = kvrecall.RetrievalCache(model.config, SPARSE["pariskv"], host_rows="fp8")
+    with pytest.raises(ParameterError, match="not rounded"):
+        engine.generate(model, None, ids, rounded, max_new_tokens=4, exact=True)
+    hybrid = model_of("qwen3_next")
+    with pytest.raises(ParameterError, match="running state"):
+        engine.generate(hybrid, None, ids, SPARSE["pariskv"], max_new_tokens=4, exact=True)
+    windows = tiny("gemma2")
+    with pytest.raises(ParameterError, match="sliding windows"):
+        engine.generate(windows, None, ids, SPARSE["pariskv"], max_new_tokens=4, exact=True, prompt_lookup_num_tokens=3)
+    made = engine.generate(hybrid, None, ids, SPARSE["full"], max_new_tokens=4, exact=True)
+    assert torch.equal(made.sequences, full(hybrid, ids, 4).sequences), "a method that never searches needs no check"
+
+
+def test_the_length_of_drafts_follows_what_was_right() -> None:
+    often, seldom, far = DraftLength(3), DraftLength(3), DraftLength(40)
+    for _ in range(20):
+        for each in (often, far):
+            each.saw(each.tokens, each.tokens)
+        seldom.saw(0, seldom.tokens)
+    assert seldom.tokens == 1 < often.tokens <= far.tokens <= MOST_DRAFTS
