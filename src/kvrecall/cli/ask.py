@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any
@@ -87,6 +87,7 @@ def answer_row(answer: Any) -> Result:
         "new_tokens": len(answer.tokens),
         "first_token_seconds": round(answer.first_token_seconds, 3),
         "decode_seconds": round(answer.decode_seconds, 3),
+        "drafts": None if answer.drafts is None else asdict(answer.drafts),
         "stats": answer.stats.to_dict(),
     }
 

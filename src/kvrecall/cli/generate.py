@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,6 +32,7 @@ def generate(
     chunk_tokens: options.SuitedChunkTokens = None,
     temperature: options.Temperature = 0.0,
     seed: options.Seed = None,
+    exact: options.Exact = False,
     host_rows: options.HostRows = options.Rows.PLAIN,
     stats: options.Stats = False,
 ) -> Result:
@@ -55,7 +57,9 @@ def generate(
     if limit is not None and len(ids) + max_new_tokens > limit:
         raise ContextLengthError("prompt", max(0, limit - max_new_tokens), len(ids))
     cache = RetrievalCache(runtime.model.config, retrieval, host_rows=host_rows.value)
-    limits = {"max_new_tokens": max_new_tokens, "chunk_tokens": chunk_tokens, "temperature": temperature, "seed": seed}
+    limits = {
+        "max_new_tokens": max_new_tokens, "chunk_tokens": chunk_tokens, "temperature": temperature, "seed": seed, "exact": exact,
+    }  # fmt: skip
     generation = answer(runtime, ids, cache, to_stdout, **limits)
     result = summary(runtime, retrieval, len(ids), generation, cache)
     to_stdout("\n")
@@ -98,5 +102,6 @@ def summary(runtime: Runtime, method: Any, prompt_tokens: int, generation: Any, 
         "load_seconds": round(runtime.load_seconds, 3),
         "prefill_seconds": round(generation.prefill_seconds, 3),
         "decode_seconds": round(generation.decode_seconds, 3),
+        "drafts": None if generation.drafts is None else asdict(generation.drafts),
         "stats": cache.stats().to_dict(),
     }

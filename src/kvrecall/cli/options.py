@@ -48,6 +48,7 @@ SuitedChunkTokens = Annotated[
 ]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")]
 Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
+Exact = Annotated[bool, typer.Option("--exact", help="Answer as full attention does: it checks what the method drafts.")]
 
 
 class Rows(StrEnum):

@@ -276,6 +276,7 @@ def facts_table(summary: dict[str, Any]) -> PlainTable:
     verb = "loaded" if _source(summary) == "loading" else "read"
     table.add_row(verb, f"{summary[tokens]:,} tokens in {seconds(summary[took])}")
     table.add_row("attended", attended([summary], summary["searched_from"]))
+    _add_drafts(table, [summary])
     first = f", the first after {seconds(summary['first_token_seconds'])}" if document else ""
     table.add_row("answered", f"{summary['new_tokens']:,} tokens in {_pace(summary)}{first}")
     return table
@@ -293,6 +294,15 @@ def attended(answers: list[dict[str, Any]], searched_from: int | None) -> str:
         return f"{count:,.0f} tokens per step and KV head, {count / tokens:.0%} of {tokens:,.0f}"
     short = searched_from is not None and max(lengths) < searched_from
     return f"all {tokens:,.0f} tokens" + (f": fewer than the {searched_from:,} of a search" if short else "")
+
+
+def _add_drafts(table: PlainTable, answers: list[dict[str, Any]]) -> None:
+    """The line about answers that full attention has checked."""
+    drafts = [answer["drafts"] for answer in answers if answer["drafts"] is not None]
+    if drafts:
+        checks, drafted, accepted = (sum(each[name] for each in drafts) for name in ("checks", "drafted", "accepted"))
+        right = f", {accepted / drafted:.0%} of {drafted:,} drafts right" if drafted else ""
+        table.add_row("checked", f"{checks:,} times by full attention{right}")
 
 
 def _pace(summary: dict[str, Any]) -> str:
@@ -315,6 +325,7 @@ def stats_table(summary: dict[str, Any]) -> PlainTable:
         table.add_row("prefill, decode", f"{seconds(summary['prefill_seconds'])}, {_pace(summary)}")
     table.add_pieces("tokens per zone", (f"{name} {count:,}" for name, count in zones.items()))
     share = f" ({total['attended_per_step'] / tokens:.1%} of {tokens:,})" if tokens else ""
+    _add_drafts(table, [summary])
     table.add_row("attended per step", f"{total['attended_per_step']:,.0f} tokens per KV head{share}")
     table.add_row("held", f"device {size(total['device_bytes'])}, host {size(total['host_bytes'])}")
     reused = f" ({size(total['bytes_saved'])} re-used)" if total["bytes_saved"] else ""
@@ -353,4 +364,5 @@ def answers_table(result: dict[str, Any]) -> PlainTable:
     new, last = sum(answer["new_tokens"] for answer in answers), max(answer["decode_seconds"] for answer in answers)
     table.add_row("answers", f"{new:,} tokens together, the longest in {seconds(last)}")
     table.add_row("attended", attended(answers, result["searched_from"]))
+    _add_drafts(table, answers)
     return table

@@ -94,12 +94,15 @@ class DocumentOptions:
     chunk_tokens: options.SuitedChunkTokens = None
     temperature: options.Temperature = 0.0
     seed: options.Seed = None
+    exact: options.Exact = False
     keep_limit: options.KeepLimit = options.DEFAULT_KEEP_LIMIT
     host_rows: options.HostRows = options.Rows.PLAIN
 
     def sampling(self) -> dict[str, Any]:
         """How to answer."""
-        return {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature, "seed": self.seed}
+        return {
+            "max_new_tokens": self.max_new_tokens, "temperature": self.temperature, "seed": self.seed, "exact": self.exact,
+        }  # fmt: skip
 
 
 def method_row(method: Any) -> Result:

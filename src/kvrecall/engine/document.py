@@ -22,6 +22,7 @@ from kvrecall.backends.transformers import RetrievalCache
 from kvrecall.backends.transformers.families import context_limit
 from kvrecall.core.errors import ContextLengthError, ParameterError, SessionError
 from kvrecall.core.texts import check_no_name, read_text
+from kvrecall.engine.exact import Drafts, check_exact
 from kvrecall.engine.generate_args import check_sampling, check_tokenizer
 from kvrecall.engine.job import GenerateResult
 from kvrecall.engine.prefill import Progress, prefill
@@ -61,7 +62,7 @@ class Answer:
 
     tokens: its ids. prompt_tokens: of document and question.
     first_token_seconds: from the start of reading the question to the first token. decode_seconds: of the other tokens.
-    Questions that are answered together share both. stats: of the question's cache.
+    Questions that are answered together share both. stats: of the question's cache. drafts: as in `GenerateResult`.
     """
 
     question: str
@@ -71,13 +72,14 @@ class Answer:
     first_token_seconds: float
     decode_seconds: float
     stats: CacheStats
+    drafts: Drafts | None = None
 
     @staticmethod
     def of(question: str, prompt_tokens: int, result: GenerateResult) -> Answer:
         """The answer to a question, from the result for its prompt."""
         return Answer(
             question, (result.texts or [""])[0], result.new_tokens[0], prompt_tokens, result.prefill_seconds,
-            result.decode_seconds, result.cache.stats(),
+            result.decode_seconds, result.cache.stats(), result.drafts,
         )  # fmt: skip
 
     def __str__(self) -> str:
@@ -183,6 +185,7 @@ class Document:
         temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int | None = None,
+        exact: bool = False,
         chunk_tokens: int | None = None,
         on_prefill: Progress | None = None,
         on_text: OnText | None = None,
@@ -192,6 +195,8 @@ class Document:
         questions = _texts("questions", questions)
         check_sampling(max_new_tokens, temperature, top_p, seed)
         behind = self.check(questions, max_new_tokens)
+        if exact:
+            check_exact(self.cache)
         longest = self.tokens + max(map(len, behind), default=0) + max_new_tokens
         self.read(chunk_tokens=chunk_tokens, on_progress=on_prefill, expect_tokens=longest)
         most = Engine.of(self.model).max_sequences
@@ -205,7 +210,7 @@ class Document:
                     request = Engine.of(self.model).submit(
                         self.tokenizer, _batch(self.model, self.prompt.prefix + ids), self.cache.fork(),
                         max_new_tokens=max_new_tokens, chunk_tokens=chunk_tokens, temperature=temperature, top_p=top_p,
-                        seed=seed, on_text=None if on_text is None else partial(on_text, number),
+                        seed=seed, exact=exact, on_text=None if on_text is None else partial(on_text, number),
                     )  # fmt: skip
                     running[number] = request, iter(request)
                 for number, (request, steps) in list(running.items()):
@@ -266,6 +271,7 @@ def ask(
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int | None = None,
+    exact: bool = False,
     chunk_tokens: int | None = None,
     on_prefill: Progress | None = None,
     on_text: OnText | None = None,
@@ -280,7 +286,7 @@ def ask(
     method: a method, or its text (`kvrecall.methods.parse`) with `settings` for its parameters; by default that of the cache
     or session, else `kvrecall.methods.recommended()`. instruction: how to answer, between document and question. The
     tokenizer's chat template is used if it has one. temperature: 0 decodes greedily. seed: makes sampling repeatable, the same
-    for every question.
+    for every question. exact: answers are those of full attention up to rounding, as in `engine.generate`.
     max_new_tokens: per answer. chunk_tokens: of the document per call of the model; None: depends on the device.
 
     on_prefill is called with (tokens read, tokens of the document); on_text with (number of the question from 0, piece of its
@@ -293,8 +299,8 @@ def ask(
     """
     read = Document.of(model, tokenizer, document, method=method, settings=settings, instruction=instruction)
     return read.ask(
-        questions, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed, chunk_tokens=chunk_tokens,
-        on_prefill=on_prefill, on_text=on_text, on_answer=on_answer,
+        questions, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed, exact=exact,
+        chunk_tokens=chunk_tokens, on_prefill=on_prefill, on_text=on_text, on_answer=on_answer,
     )  # fmt: skip
 
 
@@ -393,12 +399,15 @@ class Chat:
 
     def say(
         self, question: str, *, max_new_tokens: int = MAX_NEW_TOKENS, temperature: float = 0.0, top_p: float = 1.0,
-        seed: int | None = None, chunk_tokens: int | None = None, on_text: Callable[[str], None] | None = None,
+        seed: int | None = None, exact: bool = False, chunk_tokens: int | None = None,
+        on_text: Callable[[str], None] | None = None,
     ) -> Answer:  # fmt: skip
         """The answer to one more question; parameters and errors as in `kvrecall.ask`. on_text gets its pieces."""
         with self._turn:
             document = self.document
             behind = document.check([question], max_new_tokens if self._said is None else 1)
+            if exact:
+                check_exact(document.cache)
             if self._said is None:
                 document.read(chunk_tokens=chunk_tokens)
                 ids = document.prompt.prefix + behind[0]
@@ -410,7 +419,7 @@ class Chat:
             cache = (self.cache or document.cache).fork()  # dropped if the turn fails
             result = generate(
                 document.model, document.tokenizer, _batch(document.model, ids), cache, max_new_tokens=max_new_tokens,
-                chunk_tokens=chunk_tokens, temperature=temperature, top_p=top_p, seed=seed, on_text=on_text,
+                chunk_tokens=chunk_tokens, temperature=temperature, top_p=top_p, seed=seed, exact=exact, on_text=on_text,
             )  # fmt: skip
             self.cache, self._said = cache, ids + result.new_tokens[0]
             return Answer.of(question, len(ids), result)

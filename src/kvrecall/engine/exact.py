@@ -239,12 +239,12 @@ def kind_of(args: GenerateArgs) -> type[Decoding]:
     return ExactDecoding if exact else Decoding
 
 
-def check_exact(cache: RetrievalCache, looks_up: bool, capture: bool) -> None:
+def check_exact(cache: RetrievalCache, looks_up: bool = False, capture: bool = False) -> None:
     """Raises ParameterError or CaptureError for requests whose answer cannot be exact. looks_up: with prompt look-up. capture:
     whether captured steps are required."""
-    if cache.fp8_rows:
-        remedy = "Leave host_rows out, or exact."
-        raise ParameterError("exact", "rows of keys and values that are not rounded", "host_rows='fp8'", remedy)
+    if cache.rounded:
+        remedy = "Leave host_rows out, or exact; a session that was saved with rows='fp8' must be read again from its text."
+        raise ParameterError("exact", "keys and values that are not rounded", "rows of eight bits", remedy)
     if not _may_search(cache):
         return
     fixed = [number for number, layer in enumerate(cache.layers) if not getattr(layer, "is_croppable", True)]

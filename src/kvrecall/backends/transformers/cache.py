@@ -273,6 +273,7 @@ class RetrievalCache(CacheState):
         """Forgets every token and counter; the cache can then hold another batch."""
         self._before, self.tokens, self.statistics, self.long_factors = None, TokenLog(), None, None
         self.tables, self._session, self._writer, self.reserved_tokens = None, None, None, 0
+        self.rounded = self.fp8_rows
         self.layers = [
             x if isinstance(x, RetrievalLayer) else new for x, new in zip(self.layers, template(self._config), strict=True)
         ]

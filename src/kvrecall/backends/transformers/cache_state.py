@@ -119,6 +119,8 @@ class CacheState(Cache):
         self._config = config
         self._writer: Computation | None = None
         """What computed the stored tokens; None in a loaded cache that no model has used."""
+        self.rounded = host_rows == "fp8"
+        """Whether keys and values may have been rounded to eight bits, here or in the session that it was loaded from."""
         self._session: Any = None
         """The session (`SavedState`) that this cache was last saved to or loaded from, or None; forks share it."""
         self._known_configs: dict[int, tuple[PretrainedConfig, bool]] = {}  # keeps configs alive, so that ids stay unique

@@ -20,17 +20,21 @@ class TokenLog:
         """False after tokens that ids alone do not describe: embeddings, images."""
         self._answer: int | None = None
         """Tokens before the first one that was decoded."""
-        self._searched: int | None = None
-        """Tokens before the first one that searched, whose keys and values may differ from those of full attention."""
+        self._approximate: int | None = None
+        """Tokens before the first one whose keys and values may differ from those of full attention."""
 
     @property
     def answered(self) -> bool:
         """Whether some tokens were decoded: fed one by one or few at a time, and not as a prompt."""
         return self._answer is not None
 
+    def approximate_from(self, tokens: int) -> None:
+        """Keys and values behind the first `tokens` tokens may differ from those of full attention."""
+        self._approximate = tokens if self._approximate is None else min(tokens, self._approximate)
+
     def exact(self, tokens: int) -> int:
-        """How many of the first `tokens` tokens attended to everything, as did all before them."""
-        return tokens if self._searched is None else min(tokens, self._searched)
+        """How many of the first `tokens` tokens have the keys and values of full attention."""
+        return tokens if self._approximate is None else min(tokens, self._approximate)
 
     def answered_from(self, tokens: int) -> None:
         """The tokens behind the first `tokens` ones are of an answer, if there are any."""
@@ -48,8 +52,8 @@ class TokenLog:
         self.truncate(start)
         if not prompt and self._answer is None:
             self._answer = start
-        if not prompt and searched and self._searched is None:
-            self._searched = start
+        if not prompt and searched:
+            self.approximate_from(start)
         if ids is None or ids.shape[1] != stored or self._length() != start:
             self._pieces, self.known = [], False
         else:
@@ -71,8 +75,8 @@ class TokenLog:
             self._pieces = [held[:, :tokens]] if tokens else []
         if self._answer is not None and tokens <= self._answer:
             self._answer = None
-        if self._searched is not None and tokens <= self._searched:
-            self._searched = None
+        if self._approximate is not None and tokens <= self._approximate:
+            self._approximate = None
         if not tokens:
             self.known = True
 
@@ -86,7 +90,7 @@ class TokenLog:
         """An independent log with the same ids."""
         other = TokenLog()
         other._pieces, other.known = list(self._pieces), self.known
-        other._answer, other._searched = self._answer, self._searched
+        other._answer, other._approximate = self._answer, self._approximate
         return other
 
     def common_prefix(self, ids: Tensor, counted: Tensor | None = None) -> int:
@@ -110,7 +114,7 @@ class TokenLog:
         if self.answered if archive.saving else archive.knows("answer"):
             self._answer = archive.integer("answer", self._answer or 0, most=tokens)
         if not archive.saving:
-            self._searched = self._answer  # a file does not say which of an answer's tokens did
+            self._approximate = self._answer  # a file does not say which of an answer's tokens searched
             self._pieces = [] if held is None else [held]
 
     def _length(self) -> int:
