@@ -225,3 +225,19 @@ def test_room_that_runs_out_is_made_anew(look_up: list[int], monkeypatch: pytest
     monkeypatch.setattr(CapturedSteps, "step", lambda self, ids, room: step(self, ids, 5))
     assert engine.generate(model, None, ids, method, max_new_tokens=18, prompt_lookup_num_tokens=3).new_tokens == expected
     assert sum(look_up) > 8
+
+
+@pytest.mark.parametrize(("name", "guesses"), [("sphere", 0), ("balanced", 0), ("segments", 0), ("sphere", 3), ("balanced", 3)])
+def test_captured_drafts_are_checked(name: str, guesses: int, look_up: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By full attention, which the recorded step goes on behind."""
+    model, method, ids = tiny("llama", **SMALL), RECORDED[name], prompt(44)
+    model.generation_config.eos_token_id = None
+    expected = engine.generate(model, None, ids, kvrecall.Full(), max_new_tokens=16, capture=False).new_tokens
+    if guesses:
+        guess_from(expected[0], monkeypatch)
+    cache = kvrecall.RetrievalCache(model.config, method)
+    more: dict[str, Any] = {"prompt_lookup_num_tokens": guesses} if guesses else {}
+    made = engine.generate(model, None, ids, cache, max_new_tokens=16, exact=True, **more)
+    assert made.new_tokens == expected and made.drafts is not None
+    assert made.drafts.checks + made.drafts.accepted == 15 and Launched.recorded_steps >= 1
+    assert not cache.captured and cache.get_seq_length() == 59 and cache.tokens.exact(99) == 99
