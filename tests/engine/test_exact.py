@@ -17,6 +17,7 @@ from kvrecall.core.errors import ParameterError
 from kvrecall.engine.exact import MOST_DRAFTS, DraftLength
 from kvrecall.engine.loop import loop_of
 from tests.backends.models import tiny
+from tests.backends.test_hybrids import FAMILIES as HYBRIDS
 from tests.backends.test_hybrids import model_of
 from tests.backends.test_transformers import METHODS as COVERING
 from tests.engine.test_decoding import HONOURED
@@ -57,9 +58,10 @@ def test_tokens_and_cache_are_those_of_full_attention(method: str, family: str) 
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_look_up_drafts_too(sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_look_up_drafts_too(family: str, sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text that repeats itself: look-up saves drafting steps, and the answer stays."""
-    model = tiny("llama")
+    model = tiny(family)
     ids = text(20).repeat(1, 8)
     given: dict[str, Any] = {"temperature": 1.0, "seed": 3} if sampled else {}
     expected, widths, forward = full(model, ids), list[int](), model.forward
@@ -244,14 +246,19 @@ def test_what_cannot_be_exact_is_refused(tmp_path: Path) -> None:
         assert torch.equal(
             engine.generate(model, None, ids, exact, max_new_tokens=4, exact=True).sequences, full(model, ids, 4).sequences
         )
-    hybrid = model_of("qwen3_next")
-    with pytest.raises(ParameterError, match="running state"):
-        engine.generate(hybrid, None, ids, SPARSE["pariskv"], max_new_tokens=4, exact=True)
-    windows = tiny("gemma2")
-    with pytest.raises(ParameterError, match="sliding windows"):
-        engine.generate(windows, None, ids, SPARSE["pariskv"], max_new_tokens=4, exact=True, prompt_lookup_num_tokens=3)
-    made = engine.generate(hybrid, None, ids, SPARSE["full"], max_new_tokens=4, exact=True)
-    assert torch.equal(made.sequences, full(hybrid, ids, 4).sequences), "a method that never searches needs no check"
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_hybrids(family: str) -> None:
+    """Running states cannot remove a draft: they go back, and read what was right again."""
+    model, ids = model_of(family), text(70) % 97 + 1
+    expected = full(model, ids, 20)
+    made = engine.generate(model, None, ids, SPARSE["pariskv"], max_new_tokens=20, chunk_tokens=64, exact=True)
+    assert torch.equal(made.sequences, expected.sequences)
+    assert made.drafts is not None and made.drafts.checks > 0
+    more = torch.cat([made.sequences, ids[:, :3]], 1)
+    expected = full(model, more, 10).sequences
+    assert torch.equal(engine.generate(model, None, more, made.cache, max_new_tokens=10, exact=True).sequences, expected)
 
 
 def test_the_length_of_drafts_follows_what_was_right() -> None:

@@ -227,10 +227,18 @@ def test_room_that_runs_out_is_made_anew(look_up: list[int], monkeypatch: pytest
     assert sum(look_up) > 8
 
 
-@pytest.mark.parametrize(("name", "guesses"), [("sphere", 0), ("balanced", 0), ("segments", 0), ("sphere", 3), ("balanced", 3)])
-def test_captured_drafts_are_checked(name: str, guesses: int, look_up: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("family", "name", "guesses"),
+    [
+        ("llama", "sphere", 0), ("llama", "balanced", 0), ("llama", "segments", 0), ("gemma2", "sphere", 0),
+        ("llama", "sphere", 3), ("llama", "balanced", 3),
+    ],
+)  # fmt: skip
+def test_captured_drafts_are_checked(
+    family: str, name: str, guesses: int, look_up: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By full attention, which the recorded step goes on behind."""
-    model, method, ids = tiny("llama", **SMALL), RECORDED[name], prompt(44)
+    model, method, ids = tiny(family, **SMALL | {"num_hidden_layers": 2}), RECORDED[name], prompt(44)
     model.generation_config.eos_token_id = None
     expected = engine.generate(model, None, ids, kvrecall.Full(), max_new_tokens=16, capture=False).new_tokens
     if guesses:

@@ -58,7 +58,8 @@ def generate(
         raise ContextLengthError("prompt", max(0, limit - max_new_tokens), len(ids))
     cache = RetrievalCache(runtime.model.config, retrieval, host_rows=host_rows.value)
     limits = {
-        "max_new_tokens": max_new_tokens, "chunk_tokens": chunk_tokens, "temperature": temperature, "seed": seed, "exact": exact,
+        "max_new_tokens": max_new_tokens, "chunk_tokens": chunk_tokens, "temperature": temperature, "seed": seed,
+        "exact": exact,
     }  # fmt: skip
     generation = answer(runtime, ids, cache, to_stdout, **limits)
     result = summary(runtime, retrieval, len(ids), generation, cache)

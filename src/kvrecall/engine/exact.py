@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kvrecall.backends.base import MOST_QUERIES
 from kvrecall.backends.transformers import RetrievalCache
-from kvrecall.core.errors import CaptureError, ParameterError
+from kvrecall.core.errors import ParameterError
 from kvrecall.engine.decoding import Decoding
 from kvrecall.engine.lookup import LookupDecoding
 
@@ -94,6 +94,9 @@ class ExactDecoding(Decoding):
         """What the last tokens were chosen for; neither for tokens that need no check."""
         self._sure: tuple[dict[str, Any], int, Any] = dict(self._arguments), 0, None
         """What the model's arguments were when the last token was accepted."""
+        self._mark = self.cache.mark()
+        """What the cache was then."""
+        self._fixed = not all(getattr(layer, "is_croppable", True) for layer in self.cache.layers)
 
     @property
     def drafted(self) -> int:
@@ -121,26 +124,24 @@ class ExactDecoding(Decoding):
     def read(self) -> Tensor:
         return Decoding.read(self)  # nothing is guessed behind a prompt, because a guess would search
 
-    def step(self) -> Tensor:
-        self.cache.activate_past_recording()  # so that sliding windows can be cropped
-        return super().step()
-
     def check(self) -> Tensor:
         """Feeds the last accepted token and n drafts to full attention; logits `[B, n + 1, vocabulary]`. The cache holds all of
         them until `settle`."""
         self._checking, self._drafting = True, False
-        searched = self.cache.get_seq_length() - (self._prompt + self._accepted - 1)
-        if searched:
-            self.cache.crop(-searched)
+        self.cache.return_to(self._mark)
+        return self._attend_whole(1 + self.drafted)
+
+    def _attend_whole(self, tokens: int) -> Tensor:
+        """Feeds the last tokens to full attention; logits of each."""
         self._restore_arguments()
         self._tell()
-        count = 1 + self.drafted
-        inputs = self.model.prepare_inputs_for_generation(self.sequences, next_sequence_length=count, **self._arguments)
+        inputs = self.model.prepare_inputs_for_generation(self.sequences, next_sequence_length=tokens, **self._arguments)
         if "logits_to_keep" in inputs:
-            inputs["logits_to_keep"] = count
-        self.cache.activate_past_recording()
+            inputs["logits_to_keep"] = tokens
+        if not self._fixed:
+            self.cache.activate_past_recording()  # so that sliding windows can be cropped
         with self.cache.reading_prompt():
-            return self.model(**inputs, return_dict=True).logits[:, -count:]
+            return self.model(**inputs, return_dict=True).logits[:, -tokens:]
 
     def choose(self, logits: Tensor) -> Tensor:
         """Of a check int64 `[(2 n + 1) B]`: a token for each row of logits, then for each draft whether it is right. Of other
@@ -207,9 +208,22 @@ class ExactDecoding(Decoding):
         super().settle()
         if self._drafting:
             return
-        self.cache.crop(self.stored - self.cache.get_seq_length())  # 0 cuts windows that were recorded
+        if self._fixed and self.cache.get_seq_length() > self.stored:
+            self._read_again()
+        else:
+            self.cache.crop(self.stored - self.cache.get_seq_length())  # 0 cuts windows that were recorded
         self.cache.tokens.answered_from(self._prompt)
         self._accepted, self._sure = len(self.steps), (dict(self._arguments), self._told, self._outputs)
+        self._mark = self.cache.mark()
+
+    def _read_again(self) -> None:
+        """A running state cannot remove drafts: it goes back, and the accepted tokens but the last one are fed again."""
+        self.cache.return_to(self._mark)
+        last = self.steps.pop()
+        self._written = min(self._written, self._prompt + len(self.steps))
+        self._attend_whole(1 + len(self.steps) - self._accepted)
+        self._restore_arguments()
+        self.steps.append(last)
 
     def take_back(self) -> None:
         del self.steps[self._accepted :]
@@ -239,30 +253,11 @@ def kind_of(args: GenerateArgs) -> type[Decoding]:
     return ExactDecoding if exact else Decoding
 
 
-def check_exact(cache: RetrievalCache, looks_up: bool = False, capture: bool = False) -> None:
-    """Raises ParameterError or CaptureError for requests whose answer cannot be exact. looks_up: with prompt look-up. capture:
-    whether captured steps are required."""
+def check_exact(cache: RetrievalCache) -> None:
+    """Raises ParameterError for a cache whose answers cannot be exact."""
     if cache.rounded:
         remedy = "Leave host_rows out, or exact; a session that was saved with rows='fp8' must be read again from its text."
         raise ParameterError("exact", "keys and values that are not rounded", "rows of eight bits", remedy)
-    if not _may_search(cache):
-        return
-    fixed = [number for number, layer in enumerate(cache.layers) if not getattr(layer, "is_croppable", True)]
-    if fixed:
-        got = f"one whose layer {fixed[0]} keeps a running state"
-        raise ParameterError("exact", "a model whose layers can remove drafts", got, "Leave exact out.")
-    if not has_windows(cache):
-        return
-    if looks_up:
-        expected, remedy = "no prompt_lookup_num_tokens with sliding windows", "Leave one of them out."
-        raise ParameterError("exact", expected, "both", remedy)
-    if capture:
-        raise CaptureError("sliding windows with exact=True", "Leave capture out: captured windows cannot remove drafts.")
-
-
-def has_windows(cache: RetrievalCache) -> bool:
-    """Whether some layers are no retrieval layers: sliding windows, if they can remove tokens."""
-    return len(cache.retrieval_layers) < len(cache.layers)
 
 
 def _may_search(cache: RetrievalCache) -> bool:

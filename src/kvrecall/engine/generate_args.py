@@ -119,7 +119,7 @@ def check_args(
     if config.prompt_lookup_num_tokens is not None:
         check_lookup(config.prompt_lookup_num_tokens, input_ids.shape[0], cache)
     if exact:
-        check_exact(cache, config.prompt_lookup_num_tokens is not None, bool(capture))
+        check_exact(cache)
     device = model.device.type
     return GenerateArgs(
         model, tokenizer, input_ids, cache, made, config, max_new_tokens, chunk_tokens, attention_mask, on_prefill, on_text,

@@ -217,8 +217,8 @@ def generate(
 
     exact: greedy answers are those of full attention up to rounding, and sampled ones have its distribution: steps of the
     method draft tokens, which a pass over all rows checks (`engine.exact`). `GenerateResult.drafts` says how many were right.
-    Needs layers that can remove tokens and rows that are not rounded. Tokens of the cache that an earlier answer decoded with
-    searches are read again.
+    Refused for rows of eight bits. Tokens of the cache that an earlier answer decoded with searches are read again. Drafts of
+    several prompts are accepted as far as those of all are right.
 
     Other settings of the model's generation config apply (repetition penalty, suppressed tokens, …). Beams, several answers per
     prompt and assisted generation are refused. If prompt and answer exceed the model's context, raises ContextLengthError

@@ -26,7 +26,7 @@ from kvrecall.backends.transformers.families import changing_rotary
 from kvrecall.backends.transformers.multi_request import JointCache, NotTogetherError
 from kvrecall.core.errors import CaptureError, InterruptedPassError
 from kvrecall.engine.decoding import Decoding
-from kvrecall.engine.exact import ExactDecoding, has_windows
+from kvrecall.engine.exact import ExactDecoding
 from kvrecall.engine.generate_args import GenerateArgs
 from kvrecall.engine.lookup import LookupDecoding
 
@@ -297,8 +297,6 @@ def _inputs(tokens: Sequence[tuple[Member, Tensor]]) -> list[Any]:
 def _captured_steps(args: GenerateArgs) -> Any:
     if args.capture is False or args.model.device.type != "cuda":
         return None
-    if args.exact and has_windows(args.cache):
-        return None  # captured windows cannot be cropped
     from kvrecall.backends.transformers.capture.runner import CapturedSteps
 
     width = 1 + (args.config.prompt_lookup_num_tokens if args.looks_up else 0)

@@ -264,6 +264,17 @@ class RetrievalCache(CacheState):
             self.crop(tokens - self.get_seq_length())
         return self.get_seq_length()
 
+    @operation("mark", reads=True)
+    def mark(self) -> LayersBefore:
+        """A point that `return_to` goes back to."""
+        return LayersBefore.of(self.layers, self.get_seq_length())
+
+    @operation("return_to")
+    def return_to(self, mark: LayersBefore) -> None:
+        """Removes what came after a mark of this cache, also where layers cannot remove tokens."""
+        self._before = mark
+        self.undo(mark.tokens)
+
     def fixed_layers(self) -> list[int]:
         """Layers that cannot remove tokens."""
         return [number for number, layer in enumerate(self.layers) if not can_crop(layer)]
