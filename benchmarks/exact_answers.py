@@ -116,25 +116,31 @@ class _Suite:
         return float((logits[tokens[0]] - logits[tokens[1]]).abs())
 
 
-def _side(model: Any, ids: Tensor, side: str, method: Method, tokens: int) -> tuple[list[int], float, Drafts]:
-    """Ids of an answer, milliseconds per token behind the first, and what checks said."""
+Answer = tuple[list[int], float, Drafts]
+"""Ids of an answer, milliseconds per token behind the first, and what checks said."""
+
+
+def _read(model: Any, ids: Tensor, method: Method, tokens: int) -> RetrievalCache:
+    """The prompt without its end, for all sides."""
+    cache = RetrievalCache(model.config, method)
+    engine.prefill(model, ids[:, :-8], cache, expect_tokens=ids.shape[1] + tokens)
+    return cache
+
+
+def _side(model: Any, ids: Tensor, read: RetrievalCache, side: str, tokens: int) -> Answer:
     if side == "offloaded":
         return _offloaded(model, ids, min(tokens, 16))
-    full = side.startswith("full")
-    near = None if side != "full-host" else False
-    cache = RetrievalCache(model.config, kvrecall.Full() if full else method, rows_on_device=near)
-    base, first = ids[:, :-8], list[GenerateTimes]()
-    engine.prefill(model, base, cache, expect_tokens=ids.shape[1] + tokens)
+    full = kvrecall.Full() if side.startswith("full") else None
+    made: Answer | None = None
     for _ in range(2):
-        made = engine.generate(
-            model, None, ids, cache.fork(), max_new_tokens=tokens, eos_token_id=_unused(model), exact=side == "exact"
+        cache = read.fork(full, rows_on_device=False if side == "full-host" else None)
+        new = engine.generate(
+            model, None, ids, cache, max_new_tokens=tokens, eos_token_id=_unused(model), exact=side == "exact"
         )
-        first.append((made.new_tokens[0], made.decode_seconds * 1e3 / (tokens - 1), made.drafts or Drafts()))
-        del made
-    return first[-1]
-
-
-GenerateTimes = tuple[list[int], float, Drafts]
+        made = new.new_tokens[0], new.decode_seconds * 1e3 / (tokens - 1), new.drafts or Drafts()
+        del new, cache
+    assert made is not None
+    return made
 
 
 def _unused(model: Any) -> int:
@@ -143,7 +149,7 @@ def _unused(model: Any) -> int:
 
 
 @torch.no_grad()
-def _offloaded(model: Any, ids: Tensor, tokens: int) -> tuple[list[int], float, Drafts]:
+def _offloaded(model: Any, ids: Tensor, tokens: int) -> Answer:
     """transformers' own cache in host memory."""
     cache, made, times = DynamicCache(config=model.config, offloading=True), list[int](), list[float]()
     for chunk in ids.split(8192, 1):
@@ -223,9 +229,9 @@ def main() -> None:
             ids = torch.randint(0, 10_000, (1, context), generator=drawn).to(args.device)
         else:
             ids = torch.tensor([_report_prompt(tokenizer, context)], device=args.device)
-        told: dict[str, list[int]] = {}
+        told, read = dict[str, list[int]](), _read(model, ids, method, args.tokens)
         for side in args.sides.split(","):
-            new, ms, drafts = _side(model, ids, side, method, args.tokens)
+            new, ms, drafts = _side(model, ids, read, side, args.tokens)
             told[side] = new
             same = None if tokenizer is None or "full" not in told else int(told["full"][: len(new)] == new)
             shares = _shares(drafts, len(new))

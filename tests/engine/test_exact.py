@@ -13,6 +13,7 @@ from torch import Tensor
 
 import kvrecall
 from kvrecall import engine
+from kvrecall.backends.transformers import multi_request
 from kvrecall.core.errors import ParameterError
 from kvrecall.engine.exact import MOST_DRAFTS, DraftLength
 from kvrecall.engine.loop import loop_of
@@ -20,6 +21,7 @@ from tests.backends.models import tiny
 from tests.backends.test_hybrids import FAMILIES as HYBRIDS
 from tests.backends.test_hybrids import model_of
 from tests.backends.test_transformers import METHODS as COVERING
+from tests.blocks import small_blocks
 from tests.engine.test_decoding import HONOURED
 from tests.engine.test_lookup import text
 from tests.engine.users import METHODS as SPARSE
@@ -248,6 +250,14 @@ def test_what_cannot_be_exact_is_refused(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("how", [{"exact": True}, {"prompt_lookup_num_tokens": 3}], ids=["exact", "look-up"])
+def test_processors_that_remember_tokens_are_refused(how: dict[str, Any]) -> None:
+    model = tiny("llama")
+    model.generation_config.update(pad_token_id=0, guidance_scale=1.5)
+    with pytest.raises(ParameterError, match="guidance_scale left out"):
+        engine.generate(model, None, text(40), SPARSE["pariskv"], max_new_tokens=4, **how)
+
+
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_hybrids(family: str) -> None:
     """Running states cannot remove a draft: they go back, and read what was right again."""
@@ -268,3 +278,55 @@ def test_the_length_of_drafts_follows_what_was_right() -> None:
             each.saw(each.tokens, each.tokens)
         seldom.saw(0, seldom.tokens)
     assert seldom.tokens == 1 < often.tokens <= far.tokens <= MOST_DRAFTS
+
+
+@pytest.mark.parametrize("name", ["pariskv", "prkv", "louiskv"])
+def test_one_check_reads_shared_rows_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all questions about a document; padded where questions have drafted differently many tokens."""
+    small_blocks(monkeypatch)
+    model, read = tiny("llama"), list[int]()
+    document = kvrecall.RetrievalCache(model.config, SPARSE[name])
+    engine.prefill(model, text(), document)
+    questions = [torch.cat([text(), text(4 + n, 50 + n)], 1) for n in range(4)]
+    expected = [full(model, ids, 20).new_tokens for ids in questions]
+    widths, together = list[tuple[int, ...]](), multi_request.attend_together
+    model.register_forward_pre_hook(lambda _, args, kwargs: widths.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True)
+
+    def shared(chunks: Any, params: Any) -> Any:
+        made = together(chunks, params)
+        read.append(0 if made is None else made[0].tokens)
+        return made
+
+    monkeypatch.setattr(multi_request, "attend_together", shared)
+    ask = engine.Engine.of(model).submit
+    requests = [ask(None, ids, document.fork(), max_new_tokens=20, exact=True) for ids in questions]
+    assert [request.result().new_tokens for request in requests] == expected
+    checks = [shape for shape in widths if shape[0] > 1 and shape[1] > 1]
+    assert len(checks) > 3 and max(rows for rows, _ in checks) == 4
+    assert read and min(read) > 60, "most of the document is read for all at once"
+    for request in requests:
+        made = request.result()
+        held = full(model, made.sequences[:, :-1], 1).cache
+        for layer in range(3):
+            torch.testing.assert_close(rows(made.cache, layer), rows(held, layer), atol=2e-5, rtol=2e-5)
+
+
+def test_a_check_that_fails_together_is_made_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_blocks(monkeypatch)
+    model = tiny("llama")
+    document = kvrecall.RetrievalCache(model.config, SPARSE["pariskv"])
+    engine.prefill(model, text(), document)
+    questions = [torch.cat([text(), text(4 + n, 50 + n)], 1) for n in range(2)]
+    expected = [full(model, ids, 12).new_tokens for ids in questions]
+    failed = list[int]()
+
+    def failing(_: Any, args: Any, kwargs: Any) -> None:
+        if min(kwargs["input_ids"].shape) > 1:
+            failed.append(1)
+            raise RuntimeError("no memory for so many")
+
+    model.register_forward_pre_hook(failing, with_kwargs=True)
+    ask = engine.Engine.of(model).submit
+    requests = [ask(None, ids, document.fork(), max_new_tokens=12, exact=True) for ids in questions]
+    assert [request.result().new_tokens for request in requests] == expected
+    assert failed

@@ -7,7 +7,7 @@ layer is complete or undone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from kvrecall.backends.interrupt import deferred_interrupt
 from kvrecall.backends.memory import all_or_nothing
 from kvrecall.core.structs import AttentionParams
-from kvrecall.layer.pipeline import decode_step, decode_steps, prefill_layer
+from kvrecall.layer.pipeline import SharedPast, attend_shared, decode_step, decode_steps, prefill_layer
 from kvrecall.layer.state import LayerState
 
 MOST_QUERIES = 8
@@ -30,6 +30,7 @@ class NewTokens:
 
     queries: `[B, H_q, T, D]`; keys, values: `[B, H_kv, T, D]`, post-RoPE, in the dtype of the cache. valid: bool `[B, T]` on
     the CPU, False for padding, which is never stored (None: no padding). prompt: they are a chunk of a prompt, even if few.
+    shared: of a chunk, per sequence, attention that was made already.
     """
 
     queries: Tensor
@@ -37,6 +38,7 @@ class NewTokens:
     values: Tensor
     valid: Tensor | None = None
     prompt: bool = False
+    shared: Sequence[SharedPast] | None = None
 
     @property
     def count(self) -> int:
@@ -64,12 +66,19 @@ def attend(
     return out
 
 
+def attend_together(chunks: Sequence[tuple[LayerState, int, Tensor]], params: AttentionParams) -> list[SharedPast] | None:
+    """As `layer.pipeline.attend_shared`, for queries of any dtype under autocast."""
+    (state, *_), *_ = chunks
+    with torch.autocast(state.shape.device.type, enabled=False), deferred_interrupt():
+        return attend_shared([(layer, b, queries.to(state.shape.dtype)) for layer, b, queries in chunks], params)
+
+
 def _attend(state: LayerState, new: NewTokens, params: AttentionParams) -> Tensor:
     tensors = new.queries, new.keys, new.values
     several = new.count > 1
     begins = several and not any(state.store.zones(b).total for b in range(state.store.sequences))
     if new.prompt or begins or new.count > MOST_QUERIES:
-        return prefill_layer(state, *tensors, new.valid, params)
+        return prefill_layer(state, *tensors, new.valid, params, new.shared)
     if several:
         return decode_steps(state, *tensors, new.valid, params)
     return decode_step(state, *tensors, None if new.valid is None else new.valid[:, 0].tolist(), params)

@@ -345,23 +345,29 @@ class LayerStore:
         yield self.resident.view(sequence, sink)
 
     @contextmanager
-    def stream_rows(self, sequence: int, take: Callable[[Tensor], Taken]) -> Iterator[Iterator[Taken]]:
+    def stream_rows(
+        self, sequence: int, take: Callable[[Tensor], Taken], start: int = 0, stop: int | None = None
+    ) -> Iterator[Iterator[Taken]]:
         """Calls `take` for all stored rows of one sequence, in pieces `[H_kv, n, 2, D]` on the device in any order, and yields
-        its results.
+        its results. start: without the first rows of the retrieval zone. stop: only the zone's rows up to this one.
 
         On a GPU the host's rows are copied piece by piece into buffers that are reused; copying starts when the context is
         entered. `take` must read them on the current stream only. Blocks on the device are joined to pieces of the same size,
         and resident rows to the first piece.
         """
         resident, host = self.resident.view(sequence), self.host[sequence]
+        if stop is None:
+            stop = host.length
+        else:
+            resident = resident[:, :0]
         first = (take(rows) for rows in (resident,) if rows.shape[1])
         heads, _, _, dim = resident.shape
         tokens = max(1, _PIECE_BYTES // (heads * 2 * dim * resident.element_size()))
-        if host.on_device and host.length:
-            yield chain(first, (take(rows) for rows in _joined(host, tokens)))
+        if host.on_device and stop > start:
+            yield chain(first, (take(rows) for rows in _joined(host, tokens, start, stop)))
             return
-        if resident.device.type != "cuda" or not host.length:
-            yield chain(first, (take(rows_to_device(rows, resident.device)) for rows in host.blocks()))
+        if resident.device.type != "cuda" or stop <= start:
+            yield chain(first, (take(rows_to_device(rows, resident.device)) for rows in host.blocks(start, stop)))
             return
         others = [resident] if resident.shape[1] else []
 
@@ -369,7 +375,7 @@ class LayerStore:
             return take(torch.cat([others.pop(), rows], 1) if others else rows)
 
         # The first piece is small, because `take` waits for it. Resident rows are few: alone they would take as long as many.
-        with prefetch_pieces(host, 0, host.length, tokens, resident.device, with_others, cdiv(tokens, 4)) as pieces:
+        with prefetch_pieces(host, start, stop, tokens, resident.device, with_others, cdiv(tokens, 4)) as pieces:
             yield pieces
 
     def _remember(self, sequence: int, start: int, window: Tensor) -> None:
@@ -384,14 +390,14 @@ class LayerStore:
         return [(keys[:, : zones.sink], 0), (keys[:, zones.sink :], zones.sink + zones.retrieval)]
 
 
-def _joined(zone: ZoneRows, tokens: int) -> Iterator[Tensor]:
-    """The rows of a zone in pieces `[H_kv, n, 2, D]` of `tokens` tokens, or of one block.
+def _joined(zone: ZoneRows, tokens: int, start: int, stop: int) -> Iterator[Tensor]:
+    """The rows start .. stop - 1 of a zone in pieces `[H_kv, n, 2, D]` of `tokens` tokens, or of one block.
 
     A head's rows in two blocks are not contiguous, and for one block of 1,024 rows the merge takes a good part of the
     attention's time. So one launch copies the blocks of a piece into contiguous memory. This takes little time beside the
     attention of a chunk of a prompt."""
     parts, count = list[Tensor](), 0
-    for rows in zone.blocks(on_device=True):
+    for rows in zone.blocks(start, stop, on_device=True):
         if parts and count + rows.shape[1] > tokens:
             yield torch.cat(parts, 1) if len(parts) > 1 else parts[0]
             parts, count = [], 0

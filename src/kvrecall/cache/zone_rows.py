@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -49,6 +50,14 @@ class ZoneRows:
     def pinned(self) -> bool:
         """Whether a GPU can read the rows in place."""
         return self._rows.pinned
+
+    def shared(self, others: Sequence[ZoneRows]) -> int:
+        """How many of its first rows all of these sequences have in the same memory."""
+        if any(other._rows is not self._rows for other in others):
+            return 0
+        tables = [zone.held_blocks for zone in (self, *others)]
+        same = takewhile(lambda blocks: len(set(blocks)) == 1, zip(*tables, strict=False))
+        return min(len(list(same)) * self._rows.block_size, *(zone.length for zone in (self, *others)))
 
     def reserve(self, tokens: int) -> None:
         """Announces the length that the zone will reach. The next row that is no prompt's gets memory for all of it."""

@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StopStringCriteria,
+    SynthIDTextWatermarkingConfig,
 )
 from transformers.generation.configuration_utils import GenerationMode
 
@@ -37,8 +38,6 @@ class Decoding:
 
     exact = False
     """Whether its tokens are those of full attention."""
-    checks = False
-    """Whether its next step is a check of drafts."""
 
     def __init__(
         self, model: PreTrainedModel, cache: RetrievalCache, input_ids: Tensor, mask: Tensor, config: GenerationConfig,
@@ -261,6 +260,16 @@ def generation_config(
         sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
     guessing = {} if lookup is None else {"prompt_lookup_num_tokens": lookup}
     return GenerationConfig(max_new_tokens=max_new_tokens, eos_token_id=eos, pad_token_id=pad, **sampling, **guessing)
+
+
+def check_guessed(model: Any, what: str) -> None:
+    """Raises ParameterError for settings of the model's generation config that remember each token that they have seen, so that
+    tokens which are taken back would stay. what: the argument that guesses tokens."""
+    known = model.generation_config
+    if known.guidance_scale not in (None, 1) or isinstance(known.watermarking_config, SynthIDTextWatermarkingConfig):
+        name = "watermarking_config" if known.guidance_scale in (None, 1) else "guidance_scale"
+        expected = f"{name} left out of model.generation_config, which cannot take back what {what} guesses"
+        raise ParameterError(what, expected, getattr(known, name), f"Leave one of the two out: {name}, or {what}.")
 
 
 def _refused(name: str, expected: str, got: object) -> ParameterError:

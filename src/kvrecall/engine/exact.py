@@ -114,7 +114,8 @@ class ExactDecoding(Decoding):
         return min(self._length.tokens, self._most - self._prompt - self._accepted - 1)
 
     @property
-    def checks(self) -> bool:  # type: ignore[override]
+    def checks(self) -> bool:
+        """Whether its next step is a check."""
         return self._searches and (self._end_drafted or self.drafted >= self._planned)
 
     @property
@@ -127,9 +128,17 @@ class ExactDecoding(Decoding):
     def check(self) -> Tensor:
         """Feeds the last accepted token and n drafts to full attention; logits `[B, n + 1, vocabulary]`. The cache holds all of
         them until `settle`."""
+        self.begin_check()
+        return self._attend_whole(1 + self.drafted)
+
+    def begin_check(self) -> None:
+        """Removes the drafts from the cache: the next logits are a check's."""
         self._checking, self._drafting = True, False
         self.cache.return_to(self._mark)
-        return self._attend_whole(1 + self.drafted)
+
+    def to_check(self) -> tuple[Tensor, list[int]]:
+        """What a check feeds, ids int64 `[B, n + 1]`, and the position of each sequence's first one; for joinable requests."""
+        return self.sequences[:, -1 - self.drafted :], [position - self.drafted for position in self.positions()]
 
     def _attend_whole(self, tokens: int) -> Tensor:
         """Feeds the last tokens to full attention; logits of each."""

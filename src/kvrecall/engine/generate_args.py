@@ -19,7 +19,7 @@ from kvrecall.backends.transformers.families import context_limit, transformers_
 from kvrecall.backends.transformers.forward_pass import check_padding
 from kvrecall.core.errors import CaptureError, ContextLengthError, ParameterError
 from kvrecall.core.texts import check_seed, integer
-from kvrecall.engine.decoding import generation_config
+from kvrecall.engine.decoding import check_guessed, generation_config
 from kvrecall.engine.exact import check_exact
 from kvrecall.engine.lookup import check_lookup
 from kvrecall.engine.prefill import Progress, check_prompt, chunk_size
@@ -118,8 +118,10 @@ def check_args(
     config = generation_config(model, tokenizer, max_new_tokens, temperature, top_p, eos_token_id, prompt_lookup_num_tokens)
     if config.prompt_lookup_num_tokens is not None:
         check_lookup(config.prompt_lookup_num_tokens, input_ids.shape[0], cache)
+        check_guessed(inner, "prompt_lookup_num_tokens")
     if exact:
         check_exact(cache)
+        check_guessed(inner, "exact")
     device = model.device.type
     return GenerateArgs(
         model, tokenizer, input_ids, cache, made, config, max_new_tokens, chunk_tokens, attention_mask, on_prefill, on_text,

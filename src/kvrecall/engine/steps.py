@@ -14,7 +14,7 @@ of them ends the request, its cache forgets the step.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 from weakref import WeakSet
 
@@ -106,10 +106,14 @@ class Member:
         """A check of its drafts, alone. Captured steps go on behind it."""
         self.release()
         self._uncaptured = 0
-        decoding = self.decoding
-        assert isinstance(decoding, ExactDecoding)
         with self.args.computing(), torch.no_grad():
-            return decoding.check()
+            return self.exact.check()
+
+    @property
+    def exact(self) -> ExactDecoding:
+        """Its decoding, whose answer is checked."""
+        assert isinstance(self.decoding, ExactDecoding)
+        return self.decoding
 
     def own(self, call: Callable[[], Tensor]) -> Logits:
         """The result or error of a call for this member only."""
@@ -182,11 +186,10 @@ class Stepper:
                 if member.ahead is not None:
                     member.rewind()
                     member.go_on_captured()
-        # Whoever has drafts is checked with those that must be, because they may share rows.
-        drafted = [member for member in members if member.decoding.exact and member.decoding.checks]
-        others = [member for member in members if member not in drafted]
+        checked = _to_check(members)
+        others = [member for member in members if member not in checked]
         try:
-            made = dict(zip(map(id, drafted), [member.own(member.checked) for member in drafted], strict=True))
+            made = self._checked(checked) if checked else {}
             if others:
                 found = _in_turn(others, captured=True) if len(others) == 1 else self._several(others)
                 made.update(zip(map(id, others), found, strict=True))
@@ -249,6 +252,35 @@ class Stepper:
                 member.release()
             return self._together(group) if all(member.joins for member in group) else _in_turn(group)
 
+    def _checked(self, members: list[Member]) -> dict[int, Logits]:
+        """Checks of drafts, by the member's id: one call for all that can share one. If it fails, one call each."""
+        together: dict[Any, list[Member]] = {}
+        for member in members:
+            member.release()
+            together.setdefault(member.args.autocast if member.joins else id(member), []).append(member)
+        made: dict[int, Logits] = {}
+        for group in together.values():
+            found = self._checked_together(group) if len(group) > 1 else None
+            made.update(zip(map(id, group), found or [member.own(member.checked) for member in group], strict=True))
+        return made
+
+    def _checked_together(self, group: list[Member]) -> list[Logits] | None:
+        """One call for all, which reads rows that they share once; None if it fails."""
+        for member in group:
+            member.exact.begin_check()
+            member.go_on_captured()
+        counts = [1 + member.exact.drafted for member in group]
+        joint = JointCache([member.decoding.cache for member in group], counts)
+        try:
+            logits = _joint_check(group, joint)
+        except Exception as error:
+            if isinstance(error, NotTogetherError):
+                _apart.add(group[0].decoding.model)
+            joint.align()
+            return None
+        parts = zip(joint.rows, counts, strict=True)
+        return [joint.failed.get(number, logits[rows, :count]) for number, (rows, count) in enumerate(parts)]
+
     def forget(self) -> None:
         """Releases all caches."""
         self._joint = None
@@ -281,6 +313,35 @@ def _joint_call(group: list[Member], joint: JointCache) -> Tensor:
     with group[0].args.computing(), torch.no_grad(), _decoding_modules(model):
         outputs = model(input_ids=rows[0], position_ids=rows[1], **cache_argument(joint), use_cache=True, return_dict=True)
     return outputs.logits[:, -1]
+
+
+def _joint_check(group: list[Member], joint: JointCache) -> Tensor:
+    """Logits `[rows, tokens, vocabulary]` of one call of full attention; those behind a member's own tokens mean nothing."""
+    width, rows = max(joint.tokens), list[Tensor]()
+    for member in group:
+        ids, first = member.exact.to_check()
+        positions = torch.tensor(first, device=ids.device).unsqueeze(1) + torch.arange(ids.shape[1], device=ids.device)
+        rows.append(torch.nn.functional.pad(torch.stack([ids, positions]), (0, width - ids.shape[1])))
+    ids, positions = torch.cat(rows, 1).to(group[0].decoding.model.device)
+    with ExitStack() as reading, group[0].args.computing(), torch.no_grad():
+        for member in joint.members:
+            reading.enter_context(member.reading_prompt())
+        inputs: dict[str, Any] = {"input_ids": ids, "position_ids": positions, **cache_argument(joint)}
+        return group[0].decoding.model(**inputs, use_cache=True, return_dict=True).logits
+
+
+def _to_check(members: Sequence[Member]) -> list[Member]:
+    """The members whose drafts are checked now: those that have drafted enough, and those that share rows with one of them."""
+    exact = [member for member in members if isinstance(member.decoding, ExactDecoding)]
+    due = [member for member in exact if member.exact.checks]
+    shared = {_first_block(member) for member in due} - {None}
+    return [member for member in exact if member in due or (member.exact.drafted and _first_block(member) in shared)]
+
+
+def _first_block(member: Member) -> tuple[int, int] | None:
+    """What only sequences with the same first rows have; None for a cache of several sequences, or without blocks."""
+    tables = member.decoding.cache.tables
+    return (id(tables[0].pool), tables[0].blocks[0]) if tables and len(tables) == 1 and tables[0].blocks else None
 
 
 def _in_turn(group: Sequence[Member], captured: bool = False) -> list[Logits]:

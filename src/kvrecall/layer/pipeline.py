@@ -5,7 +5,9 @@ K, V -> store -> index -> Selection -> fetch -> Rows -> attend -> Partial -> mer
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -20,12 +22,45 @@ from kvrecall.merge import merge, merge_in_turn, with_sinks
 _HOST = torch.device("cpu")
 
 
+@dataclass(frozen=True)
+class SharedPast:
+    """Attention of a chunk to the first `tokens` rows of the retrieval zone, `[1, H_q, T, D]`, made for several sequences at
+    once."""
+
+    tokens: int
+    part: Partial
+
+
+def attend_shared(chunks: Sequence[tuple[LayerState, int, Tensor]], params: AttentionParams) -> list[SharedPast] | None:
+    """Attention of chunks to the rows that they all share, which are read once; None if they share none.
+
+    chunks: the layer, the number of the sequence in it, and queries `[H_q, T, D]` of each.
+    """
+    (layer, b, _), *others = chunks
+    zones = [state.store.host[i] for state, i, _ in chunks]
+    tokens = zones[0].shared(zones[1:]) if others else 0
+    if not tokens:
+        return None
+    queries = torch.cat([q for *_, q in chunks], 1)
+    among = max(state.store.zones(i).total + q.shape[1] for state, i, q in chunks)
+    how = params.scaling, params.softcap, among
+    layer.counters.sent(*zones[0].stored(0, tokens))
+    with layer.store.stream_rows(b, lambda rows: attend_block(queries, rows, *how), 0, tokens) as pieces:
+        whole = merge_in_turn([next(pieces)], pieces)
+    ends = list(accumulate(q.shape[1] for *_, q in chunks))
+    spans = [slice(end - q.shape[1], end) for end, (*_, q) in zip(ends, chunks, strict=True)]
+    parts = (Partial(whole.out[:, :, span].contiguous(), whole.lse[:, :, span].contiguous()) for span in spans)
+    return [SharedPast(tokens, part) for part in parts]
+
+
 def prefill_layer(
-    layer: LayerState, queries: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None, params: AttentionParams
-) -> Tensor:
+    layer: LayerState, queries: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None, params: AttentionParams,
+    shared: Sequence[SharedPast] | None = None,
+) -> Tensor:  # fmt: skip
     """Dense causal attention of a chunk over everything before it and itself; then stores and indexes the chunk.
 
     queries: `[B, H_q, T, D]`; keys, values: `[B, H_kv, T, D]`; valid: bool `[B, T]`, False for padding (None: all valid).
+    shared: attention to first rows of each sequence's zone that was made already.
     Returns `[B, H_q, T, D]` in the queries' dtype; rows of padding are 0. Mutates the layer.
     """
     layer.last_steps.forget()
@@ -37,8 +72,9 @@ def prefill_layer(
         if not q.shape[1]:
             continue
         with layer.clock("prefill"):
-            layer.counters.sent(*layer.store.host[b].stored())
-            merged = _attend_chunk(layer, b, q, k, v, params)
+            past = None if shared is None else shared[b]
+            layer.counters.sent(*layer.store.host[b].stored(0 if past is None else past.tokens))
+            merged = _attend_chunk(layer, b, q, k, v, params, past)
             out[b][:, real] = merged.out[0].to(out.dtype)
         with layer.clock("update"):
             moved = layer.store.append_chunk(b, k, v)
@@ -117,14 +153,17 @@ def _step(
     return merged.out.to(queries.dtype)
 
 
-def _attend_chunk(layer: LayerState, b: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Partial:
+def _attend_chunk(
+    layer: LayerState, b: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, shared: SharedPast | None
+) -> Partial:
     """Attention of a chunk `[H, T, D]` to itself, to everything stored of sequence b, and to learned sinks."""
     # A prompt whose announced length is long is attended to from its first chunk on as its later chunks are.
     among = max(layer.store.zones(b).total + q.shape[1], layer.store.host[b].announced)
     how = params.scaling, params.softcap, among
-    with layer.store.stream_rows(b, lambda rows: attend_block(q, rows, *how)) as past:
+    start, made = (0, []) if shared is None else (shared.tokens, [shared.part])
+    with layer.store.stream_rows(b, lambda rows: attend_block(q, rows, *how), start) as past:
         own = attend_causal(q, k, v, *how)
-        return merge_in_turn(with_sinks([own], params.sink_logits), past)
+        return merge_in_turn(with_sinks([own, *made], params.sink_logits), past)
 
 
 def _attend_zone(layer: LayerState, b: int, queries: Tensor, params: AttentionParams) -> list[Partial]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from kvrecall.core.structs import AttentionParams
 from kvrecall.index.base import LayerShape, with_statistics
 from kvrecall.index.table import WIDE
 from kvrecall.layer.history import mend
+from kvrecall.layer.pipeline import SharedPast
 from kvrecall.layer.state import LayerState
 from kvrecall.methods.base import HEAD_DIMS, Method
 
@@ -157,10 +158,13 @@ class RetrievalLayer(TaggedLayer):
             raise DeviceError("keys", f"{shape.dtype} on {shape.device}", f"{keys.dtype} on {keys.device}")
 
     @torch.no_grad()
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, params: AttentionParams) -> Tensor:
+    def attend(
+        self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, params: AttentionParams,
+        shared: Sequence[SharedPast] | None = None,
+    ) -> Tensor:  # fmt: skip
         """Stores the new tokens and attends: queries `[B, H_q, T, D]` -> `[B, H_q, T, D]`.
 
-        mask: bool `[B, logical length + T]`, False for padding, or None.
+        mask: bool `[B, logical length + T]`, False for padding, or None. shared: as in `NewTokens`.
         """
         running = self.running
         assert running is not None, "attention outside a forward pass"
@@ -179,7 +183,7 @@ class RetrievalLayer(TaggedLayer):
         shape = self._ready().shape
         if queries.shape[1] != shape.query_heads:
             raise CacheModelError(f"{shape.query_heads} query heads", f"{queries.shape[1]} query heads")
-        tokens = NewTokens(queries, keys, values, valid, prompt=cache.prefilling)
+        tokens = NewTokens(queries, keys, values, valid, cache.prefilling, shared)
         out = base.attend(self._ready(), tokens, params, lambda: self._advance(valid, new), self._counts())
         running.attended.add(self.number)
         return out

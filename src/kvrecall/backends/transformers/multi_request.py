@@ -1,4 +1,4 @@
-"""Several RetrievalCaches as one cache of one call of the model: a decode step of sequences that belong to different requests.
+"""Several RetrievalCaches as one cache of one call of the model: a step of sequences that belong to different requests.
 
 1. Each row of the batch is one sequence of one member. A layer of the joint cache hands each member's layer its own rows, so
    every member stores and attends as it does alone, whatever its method and its length.
@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache
 
+from kvrecall.backends.base import attend_together
 from kvrecall.backends.transformers import forward_pass
 from kvrecall.backends.transformers.cache import RetrievalCache
 from kvrecall.backends.transformers.forward_pass import CachePass, ForwardPass, Inputs
@@ -27,6 +28,8 @@ from kvrecall.backends.transformers.layer import RetrievalLayer, TaggedLayer
 from kvrecall.backends.transformers.owner import Claim
 from kvrecall.core.errors import NotAttachedError, ParameterError, ShapeError, UnsupportedModelError
 from kvrecall.core.structs import AttentionParams
+from kvrecall.layer.pipeline import SharedPast
+from kvrecall.layer.state import LayerState
 
 
 class NotTogetherError(UnsupportedModelError):
@@ -34,13 +37,15 @@ class NotTogetherError(UnsupportedModelError):
 
 
 class JointCache(Cache):
-    """The cache for one decode step of several members, one new token per row; rows are in the members' order.
+    """The cache for one step of several members; rows are in the members' order.
 
-    The call takes no attention mask: a decode step has no padding, and each member knows its prompt's padding.
+    The call takes no attention mask: each member knows its prompt's padding, and how many of the call's tokens are its own.
     """
 
-    def __init__(self, members: Sequence[RetrievalCache]) -> None:
-        """members: different caches of one model that hold their prompts. Raises ParameterError for others."""
+    def __init__(self, members: Sequence[RetrievalCache], tokens: Sequence[int] | None = None) -> None:
+        """members: different caches of one model that hold their prompts. tokens: of each member in a row of the call, the
+        first ones; such tokens are chunks, and rows that members share are read once for all. By default a row is a decode
+        step of one token. Raises ParameterError for other caches."""
         if not members or len(set(map(id, members))) != len(members):
             raise ParameterError("members", "one or more different caches", len(members), "Give each request its own cache.")
         for member in members:
@@ -51,10 +56,13 @@ class JointCache(Cache):
         ends = torch.tensor([member.sequences for member in members], dtype=torch.int64, device="cpu").cumsum(0).tolist()
         self.rows = [slice(end - member.sequences, end) for end, member in zip(ends, members, strict=True)]
         """The batch rows of each member."""
+        self.tokens = [1] * len(members) if tokens is None else list(tokens)
+        """Of each member in a row."""
         self.failed: dict[int, Exception] = {}
         """By number of the member: why it did not take part in the last step. Such a member is unchanged."""
         self._pass: ForwardPass | None = None
-        super().__init__(layers=[JointLayer(self.members, self.rows, self.failed, i) for i in range(len(members[0].layers))])
+        chunks, layers = None if tokens is None else self.tokens, range(len(members[0].layers))
+        super().__init__(layers=[JointLayer(self.members, self.rows, self.failed, i, chunks) for i in layers])
 
     @property
     def running(self) -> ForwardPass | None:
@@ -77,18 +85,18 @@ class JointCache(Cache):
 
     def open_pass(self, inputs: Inputs, claim: Claim) -> ForwardPass:
         """Begins a step. If it raises, the members are unchanged."""
-        if (inputs.sequences, inputs.tokens) != (self.sequences, 1):
-            got = [inputs.sequences, inputs.tokens]
-            raise ShapeError("input_ids", str([self.sequences, 1]), got, "Give each sequence of each member one token.")
+        if (inputs.sequences, inputs.tokens) != (self.sequences, max(self.tokens)):
+            expected, got = [self.sequences, max(self.tokens)], [inputs.sequences, inputs.tokens]
+            raise ShapeError("input_ids", str(expected), got, "Give each sequence of each member its tokens.")
         if inputs.mask is not None:
             raise ShapeError("attention_mask", "none", "one", "A decode step has no padding.")
         for member in self.members:
             member.settle()
         self.failed.clear()
         parts = []
-        for member, rows in zip(self.members, self.rows, strict=True):
-            ids = None if inputs.ids is None else inputs.ids[rows]
-            parts.append(CachePass(member, Inputs(member.sequences, 1, ids, None)))
+        for member, rows, tokens in zip(self.members, self.rows, self.tokens, strict=True):
+            ids = None if inputs.ids is None else inputs.ids[rows, :tokens]
+            parts.append(CachePass(member, Inputs(member.sequences, tokens, ids, None)))
         self._pass = ForwardPass(claim, parts, self.failed)
         return self._pass
 
@@ -125,32 +133,60 @@ def joinable(cache: RetrievalCache) -> bool:
 class JointLayer(TaggedLayer):
     """One layer of all members."""
 
-    def __init__(self, members: list[RetrievalCache], rows: list[slice], failed: dict[int, Exception], number: int) -> None:
-        """The first three as in `JointCache`, which shares them."""
+    def __init__(
+        self, members: list[RetrievalCache], rows: list[slice], failed: dict[int, Exception], number: int,
+        chunks: list[int] | None,
+    ) -> None:  # fmt: skip
+        """The first three as in `JointCache`, which shares them. chunks: tokens of each member in a row, if they are chunks."""
         super().__init__()
+        self._chunks = chunks
         self._members, self._rows, self._failed, self.number = members, rows, failed, number
         self._family = members[0].signature.model_type
         self.is_initialized = True
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, params: AttentionParams) -> Tensor:
-        """Each member stores and attends to its own rows: queries `[rows, H_q, 1, D]` -> as queries.
+        """Each member stores and attends to its own rows: queries `[rows, H_q, T, D]` -> as queries.
 
-        Rows of a member that failed, in this layer or an earlier one, are 0.
+        Rows of a member that failed, in this layer or an earlier one, and tokens that are not its own, are 0.
         """
         if mask is not None:
-            raise NotTogetherError(self._family, "a mask for single tokens without padding")
-        outs = []
+            raise NotTogetherError(self._family, "a mask for tokens without padding")
+        out, shared = torch.zeros_like(queries), self._shared(queries, params)
         for number, (member, rows) in enumerate(zip(self._members, self._rows, strict=True)):
-            layer, own = member.layers[self.number], queries[rows]
-            assert isinstance(layer, RetrievalLayer)
-            out = torch.zeros_like(own)
+            layer, own = self._of(member), (rows, slice(None), slice(self._chunks[number] if self._chunks else 1))
             if number not in self._failed:
                 try:
-                    out = layer.attend(own, *layer.update(keys[rows], values[rows]), None, params)
+                    past = shared.get(number)
+                    out[own] = layer.attend(queries[own], *layer.update(keys[own], values[own]), None, params, past)
                 except Exception as error:  # concerns this member only: its rows, memory, index
                     self._failed[number] = error
-            outs.append(out)
-        return torch.cat(outs)
+        return out
+
+    def _of(self, member: RetrievalCache) -> RetrievalLayer:
+        layer = member.layers[self.number]
+        assert isinstance(layer, RetrievalLayer)
+        return layer
+
+    def _shared(self, queries: Tensor, params: AttentionParams) -> dict[int, list[SharedPast]]:
+        """By number of the member, attention of its chunks to the rows that sequences of several members share."""
+        groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for number, member in enumerate(self._members) if self._chunks else ():
+            state = self._of(member).state
+            for b, table in enumerate(member.tables or ()):
+                if state is not None and number not in self._failed and state.store.host[b].length:
+                    groups.setdefault((id(table.pool), table.blocks[0]), []).append((number, b))
+        made: dict[int, dict[int, SharedPast]] = {}
+        for group in groups.values():
+            chunks = [self._chunk(number, b, queries) for number, b in group]
+            for (number, b), past in zip(group, attend_together(chunks, params) or (), strict=False):
+                made.setdefault(number, {})[b] = past
+        whole = {number: own for number, own in made.items() if len(own) == self._members[number].sequences}
+        return {number: [own[b] for b in range(len(own))] for number, own in whole.items()}
+
+    def _chunk(self, number: int, b: int, queries: Tensor) -> tuple[LayerState, int, Tensor]:
+        state = self._of(self._members[number]).state
+        assert state is not None and self._chunks is not None
+        return state, b, queries[self._rows[number].start + b, :, : self._chunks[number]]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """As for a single first token, which needs no mask."""
