@@ -147,6 +147,40 @@ def test_tokens_that_searched_before_are_read_again(tmp_path: Path) -> None:
         torch.testing.assert_close(rows(held, 1), rows(expected.cache, 1), atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize("family", ["gemma2", "lfm2", "jamba"])
+def test_where_layers_cannot_remove_them_all_tokens_are_read_again(family: str) -> None:
+    model = tiny(family) if family == "gemma2" else model_of(family)
+    ids = text(70) % 97 + 1
+    cache = kvrecall.RetrievalCache(model.config, SPARSE["pariskv"])
+    ids = torch.cat([engine.generate(model, None, ids, cache, max_new_tokens=20).sequences, ids[:, :5]], 1)
+    made = engine.generate(model, None, ids, cache, max_new_tokens=10, exact=True)
+    assert torch.equal(made.sequences, full(model, ids, 10).sequences)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "jamba"])
+def test_a_cancelled_request_leaves_no_drafts(family: str) -> None:
+    model = model_of(family) if family == "jamba" else tiny(family)
+    ids = text(70) % 97 + 1
+    expected = full(model, ids, 20).sequences
+    for steps in (3, 4, 5, 6):  # some of them in the middle of drafts
+        cache = kvrecall.RetrievalCache(model.config, SPARSE["pariskv"])
+        request = engine.Engine.of(model).submit(None, ids, cache, max_new_tokens=20, exact=True)
+        loop, left = loop_of(model), [steps]
+
+        def some(left: list[int] = left) -> bool:
+            left[0] -= 1
+            return left[0] < 0
+
+        loop._drive(request._job, some)
+        request.cancel()
+        held = cache.tokens.ids()
+        assert held is not None and held.shape[1] == cache.get_seq_length() >= 70
+        assert torch.equal(held, expected[:, : held.shape[1]])
+        more = torch.cat([held, ids[:, :2]], 1)
+        made = engine.generate(model, None, more, cache, max_new_tokens=8, exact=True)
+        assert torch.equal(made.sequences, full(model, more, 8).sequences)
+
+
 def test_an_exact_conversation_is_not_read_again() -> None:
     model, ids = tiny("llama"), text(90)
     cache = kvrecall.RetrievalCache(model.config, SPARSE["pariskv"])
@@ -243,6 +277,9 @@ def test_what_cannot_be_exact_is_refused(tmp_path: Path) -> None:
     for rounded in (kvrecall.RetrievalCache(model.config, SPARSE["pariskv"], host_rows="fp8"), loaded, loaded.fork()):
         with pytest.raises(ParameterError, match="not rounded"):
             engine.generate(model, None, ids, rounded, max_new_tokens=4, exact=True)
+    dynamic = tiny("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    with pytest.raises(ParameterError, match="a dynamic one"):
+        engine.generate(dynamic, None, ids, SPARSE["pariskv"], max_new_tokens=4, exact=True)
     loaded.reset()
     for exact in (plain, loaded):
         assert torch.equal(

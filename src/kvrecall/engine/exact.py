@@ -241,6 +241,12 @@ class ExactDecoding(Decoding):
         self._laws = []
         self._restore_arguments()
 
+    def close(self) -> None:
+        self.take_back()
+        if self.cache.get_seq_length() > self.stored:  # a request that is cancelled leaves no drafts
+            self.cache.return_to(self._mark)
+        super().close()
+
     def _restore_arguments(self) -> None:
         arguments, self._told, self._outputs = self._sure
         self._arguments = dict(arguments)
@@ -267,6 +273,9 @@ def check_exact(cache: RetrievalCache) -> None:
     if cache.rounded:
         remedy = "Leave host_rows out, or exact; a session that was saved with rows='fp8' must be read again from its text."
         raise ParameterError("exact", "keys and values that are not rounded", "rows of eight bits", remedy)
+    if cache.rotary_kind == "dynamic":
+        got, remedy = "a dynamic one, whose angles change with each token", "Leave exact out."
+        raise ParameterError("exact", "a rotary embedding that gives a token the same angles in every call", got, remedy)
 
 
 def _may_search(cache: RetrievalCache) -> bool:

@@ -69,7 +69,9 @@ class Job:
             args.cache.owner.hold(self)
             most = args.prompt_tokens - 1
             if args.exact:
-                most = args.cache.tokens.exact(most)
+                held, most = min(most, args.cache.get_seq_length()), args.cache.tokens.exact(most)
+                if most < held and args.cache.fixed_layers():
+                    args.cache.reset()  # the prompt is here to be read again
             self._held = keep_prefix(args.cache, args.input_ids, args.attention_mask, most, args.total_tokens)
 
     def admit(self) -> None:
