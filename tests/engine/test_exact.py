@@ -129,6 +129,12 @@ def test_a_seed_gives_the_same_tokens_again() -> None:
     how: dict[str, Any] = {"max_new_tokens": 20, "temperature": 1.0, "exact": True}
     first, again = (engine.generate(model, None, ids, SPARSE["pariskv"], seed=5, **how).new_tokens for _ in range(2))
     assert first == again != engine.generate(model, None, ids, SPARSE["pariskv"], seed=6, **how).new_tokens
+    document = kvrecall.RetrievalCache(model.config, SPARSE["pariskv"])
+    engine.prefill(model, ids[:, :80], document)
+    ask = engine.Engine.of(model).submit
+    other = ask(None, ids, document.fork(), seed=9, **how | {"max_new_tokens": 7})
+    beside = ask(None, ids, document.fork(), seed=5, **how)
+    assert beside.result().new_tokens == first and other.done, "whoever is asked beside it"
 
 
 def test_tokens_that_searched_before_are_read_again(tmp_path: Path) -> None:
@@ -155,6 +161,33 @@ def test_where_layers_cannot_remove_them_all_tokens_are_read_again(family: str) 
     ids = torch.cat([engine.generate(model, None, ids, cache, max_new_tokens=20).sequences, ids[:, :5]], 1)
     made = engine.generate(model, None, ids, cache, max_new_tokens=10, exact=True)
     assert torch.equal(made.sequences, full(model, ids, 10).sequences)
+
+
+def test_tokens_that_ids_do_not_describe_are_not_read_as_text() -> None:
+    """A cache that cannot remove tokens is read again from the prompt, but not if images stood there."""
+    model, ids = tiny("gemma2"), text(70)
+    cache = kvrecall.RetrievalCache(model.config, SPARSE["pariskv"])
+    ids = torch.cat([engine.generate(model, None, ids, cache, max_new_tokens=20).sequences, ids[:, :5]], 1)
+    cache.tokens.known = False
+    with pytest.raises(ParameterError, match="embeddings or images"):
+        engine.generate(model, None, ids, cache, max_new_tokens=4, exact=True)
+    assert cache.get_seq_length() == 89
+
+
+@pytest.mark.parametrize("family", ["llama", "jamba"])
+def test_autocast_of_the_asking_thread_holds_for_all_passes(family: str) -> None:
+    model = model_of(family) if family == "jamba" else tiny(family)
+    ids = text(70) % 97 + 1
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = full(model, ids, 12).new_tokens
+        requests = [
+            engine.Engine.of(model).submit(None, ids, method, max_new_tokens=12, exact=True)
+            for method in (SPARSE["pariskv"], SPARSE["louiskv"])
+        ]
+    made = [request.result() for request in requests]
+    assert any(each.drafts is not None and each.drafts.accepted < each.drafts.drafted for each in made)
+    assert all(each.cache.retrieval_layers[0].state.shape.dtype == torch.bfloat16 for each in made)
+    assert [each.new_tokens[0][:3] for each in made] == [expected[0][:3]] * 2, "up to ties"
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "jamba"])
@@ -272,9 +305,12 @@ def test_what_cannot_be_exact_is_refused(tmp_path: Path) -> None:
     model, ids = tiny("llama"), text(40)
     plain = kvrecall.RetrievalCache(model.config, SPARSE["pariskv"])
     engine.prefill(model, ids[:, :30], plain)
-    plain.save(tmp_path, rows="fp8")
-    loaded = kvrecall.RetrievalCache.load(tmp_path, model.config, model=model)
-    for rounded in (kvrecall.RetrievalCache(model.config, SPARSE["pariskv"], host_rows="fp8"), loaded, loaded.fork()):
+    plain.save(tmp_path / "first", rows="fp8")
+    loaded = kvrecall.RetrievalCache.load(tmp_path / "first", model.config, model=model)
+    loaded.save(tmp_path / "again")
+    again = kvrecall.RetrievalCache.load(tmp_path / "again", model.config)
+    eight = kvrecall.RetrievalCache(model.config, SPARSE["pariskv"], host_rows="fp8")
+    for rounded in (eight, loaded, loaded.fork(), again):
         with pytest.raises(ParameterError, match="not rounded"):
             engine.generate(model, None, ids, rounded, max_new_tokens=4, exact=True)
     dynamic = tiny("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})

@@ -100,6 +100,11 @@ class Decoding:
         """Hook for subclasses: takes more from the prepared generation config and the ids that end a sequence."""
 
     @property
+    def samples(self) -> bool:
+        """Whether tokens are drawn."""
+        return self._samples
+
+    @property
     def reserve_tokens(self) -> int:
         """Most further tokens per sequence."""
         return self._most - self._prompt - len(self.steps)
@@ -200,7 +205,7 @@ class Decoding:
         """After the steps of a call were accepted: removes other tokens from the cache."""
 
     def take_back(self) -> None:
-        """After an interrupt: forgets drafts, which are not part of the answer."""
+        """Removes drafts, which are not part of the answer, from the request and its cache."""
 
     def close(self) -> None:
         """Ends the request and restores settings of the cache."""

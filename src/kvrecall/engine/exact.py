@@ -18,7 +18,7 @@ which attend to everything.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,9 +28,6 @@ from kvrecall.backends.transformers import RetrievalCache
 from kvrecall.core.errors import ParameterError
 from kvrecall.engine.decoding import Decoding
 from kvrecall.engine.lookup import LookupDecoding
-
-if TYPE_CHECKING:
-    from kvrecall.engine.generate_args import GenerateArgs
 
 MOST_DRAFTS = 32
 """Tokens that one pass checks at most, besides the last accepted one."""
@@ -80,7 +77,6 @@ class ExactDecoding(Decoding):
     def _take(self, made: Any, ends: list[Tensor]) -> None:
         super()._take(made, ends)
         self.drafts = Drafts()
-        self._length = DraftLength(_pass_steps(self.cache))
         self._whole_below = self.cache.method.full_everywhere_below() - MOST_QUERIES
         self._accepted = 0
         """Steps of the answer; those behind them are drafts."""
@@ -96,7 +92,8 @@ class ExactDecoding(Decoding):
         """What the model's arguments were when the last token was accepted."""
         self._mark = self.cache.mark()
         """What the cache was then."""
-        self._fixed = not all(getattr(layer, "is_croppable", True) for layer in self.cache.layers)
+        self._length: DraftLength
+        """Known with the prompt, as are layers that cannot remove tokens (`_fixed`)."""
 
     @property
     def drafted(self) -> int:
@@ -176,7 +173,8 @@ class ExactDecoding(Decoding):
         laws = scores.softmax(-1)
         drawn = torch.stack(self._laws).to(laws.device) if self._laws else laws[:0]
         p, q = (law.gather(-1, drafts.unsqueeze(-1)).squeeze(-1) for law in (laws[:-1], drawn))
-        right = torch.rand(drafts.shape, generator=self._generator, device=laws.device) * q < p
+        chances = torch.rand(drafts.shape, generator=self._generator, dtype=torch.float32, device=laws.device)
+        right = chances * q < p
         rest = (laws[:-1] - drawn).clamp_min(0)
         rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, laws[:-1])  # equal laws refuse nothing but by rounding
         own = torch.multinomial(torch.cat([rest, laws[-1:]]).flatten(0, 1), 1, generator=self._generator).view(rows, batch)
@@ -210,13 +208,16 @@ class ExactDecoding(Decoding):
         self.drafts.checks += 1
         self.drafts.drafted += drafted
         self.drafts.accepted += right
-        self.take_back()
+        self._forget_drafts()
         return rows[: right + 1]
 
     def settle(self) -> None:
         super().settle()
         if self._drafting:
             return
+        if not self._accepted:
+            self._length = DraftLength(_pass_steps(self.cache, self._prompt))
+            self._fixed = not all(getattr(layer, "is_croppable", True) for layer in self.cache.layers)
         if self._fixed and self.cache.get_seq_length() > self.stored:
             self._read_again()
         else:
@@ -235,6 +236,11 @@ class ExactDecoding(Decoding):
         self.steps.append(last)
 
     def take_back(self) -> None:
+        self._forget_drafts()
+        if self.cache.get_seq_length() > self.stored:
+            self.cache.return_to(self._mark)
+
+    def _forget_drafts(self) -> None:
         del self.steps[self._accepted :]
         self._written = min(self._written, self._prompt + self._accepted)
         self._end_drafted = self._drafting = self._checking = False
@@ -242,9 +248,7 @@ class ExactDecoding(Decoding):
         self._restore_arguments()
 
     def close(self) -> None:
-        self.take_back()
-        if self.cache.get_seq_length() > self.stored:  # a request that is cancelled leaves no drafts
-            self.cache.return_to(self._mark)
+        self.take_back()  # of a request that is cancelled
         super().close()
 
     def _restore_arguments(self) -> None:
@@ -260,10 +264,10 @@ class ExactLookupDecoding(ExactDecoding, LookupDecoding):
         self._guess = self._guess[: max(0, self._planned - self.drafted - 1)]
 
 
-def kind_of(args: GenerateArgs) -> type[Decoding]:
-    """How a request decodes."""
-    exact = args.exact and _may_search(args.cache)
-    if args.looks_up:
+def kind_of(cache: RetrievalCache, exact: bool, looks_up: bool) -> type[Decoding]:
+    """How a request decodes. A method that never searches is exact by itself."""
+    exact = exact and cache.has_index
+    if looks_up:
         return ExactLookupDecoding if exact else LookupDecoding
     return ExactDecoding if exact else Decoding
 
@@ -278,13 +282,10 @@ def check_exact(cache: RetrievalCache) -> None:
         raise ParameterError("exact", "a rotary embedding that gives a token the same angles in every call", got, remedy)
 
 
-def _may_search(cache: RetrievalCache) -> bool:
-    """Whether some layer may search; without one, the method is exact by itself."""
-    return any(cache.method.searches(layer.number) for layer in cache.retrieval_layers)
-
-
-def _pass_steps(cache: RetrievalCache) -> float:
-    """About how many drafting steps take as long as a check."""
-    streamed = sum(state.shape.device.type == "cuda" and not state.store.on_device for state in cache.states)
-    tokens = cache.get_seq_length() * cache.sequences * streamed / max(1, len(cache.states))
-    return _PASS_STEPS + tokens / _STREAMED_PER_STEP
+def _pass_steps(cache: RetrievalCache, tokens: int) -> float:
+    """About how many drafting steps take as long as a check. tokens: of each sequence. Only layers that search have their rows
+    in a GPU's host memory."""
+    layers = cache.retrieval_layers
+    streamed = sum(cache.method.searches(layer.number) for layer in layers) / len(layers)
+    on_gpu = any(state.shape.device.type == "cuda" for state in cache.states)
+    return _PASS_STEPS + on_gpu * streamed * tokens * cache.sequences / _STREAMED_PER_STEP

@@ -69,9 +69,10 @@ class Job:
             args.cache.owner.hold(self)
             most = args.prompt_tokens - 1
             if args.exact:
-                held, most = min(most, args.cache.get_seq_length()), args.cache.tokens.exact(most)
-                if most < held and args.cache.fixed_layers():
-                    args.cache.reset()  # the prompt is here to be read again
+                cache, most = args.cache, args.cache.tokens.exact(most)
+                missing = most < min(args.prompt_tokens - 1, cache.get_seq_length())
+                if missing and cache.fixed_layers() and cache.tokens.known and cache.sequences == args.sequences:
+                    cache.reset()  # the prompt is here to be read again
             self._held = keep_prefix(args.cache, args.input_ids, args.attention_mask, most, args.total_tokens)
 
     def admit(self) -> None:
@@ -111,7 +112,7 @@ class Job:
         args.cache.align()
         mask = args.attention_mask
         mask = torch.ones_like(args.input_ids) if mask is None else mask
-        kind = kind_of(args)
+        kind = kind_of(args.cache, args.exact, args.looks_up)
         member = Member(args, kind(args.model, args.cache, args.input_ids, mask, args.config, args.seed, args.tokenizer))
         logits = member.first()
         self.member = member
@@ -134,7 +135,8 @@ class Job:
                 self.events.append(partial(self._streamer.put, ids))
             if decoding.ended:
                 break
-        decoding.settle()
+        with self.args.computing():
+            decoding.settle()
         return decoding.ended
 
     def finish(self, error: BaseException | None) -> None:

@@ -133,10 +133,13 @@ class Member:
             self.ahead = None
             self._cut_back()
 
-    def rewind(self) -> None:
-        """Restores the cache after an interrupted step. If that fails, the next step raises the reason."""
+    def rewind(self, drafts: bool = False) -> None:
+        """Restores the cache after an interrupted step. If that fails, the next step raises the reason. drafts: removes them,
+        too."""
         try:
             self.release()
+            if drafts:
+                self.decoding.take_back()
             self._cut_back()
         except Exception as error:
             self._lost = error
@@ -196,8 +199,7 @@ class Stepper:
             return [made[id(member)] for member in members]
         except BaseException:
             for member in members:
-                member.decoding.take_back()
-                member.rewind()
+                member.rewind(drafts=True)
             raise
 
     def go_ahead(self, chosen: Sequence[tuple[Member, Tensor]]) -> None:
@@ -266,17 +268,19 @@ class Stepper:
 
     def _checked_together(self, group: list[Member]) -> list[Logits] | None:
         """One call for all, which reads rows that they share once; None if it fails."""
-        for member in group:
-            member.exact.begin_check()
-            member.go_on_captured()
         counts = [1 + member.exact.drafted for member in group]
-        joint = JointCache([member.decoding.cache for member in group], counts)
+        joint: JointCache | None = None
         try:
+            for member in group:
+                member.exact.begin_check()
+                member.go_on_captured()
+            joint = JointCache([member.decoding.cache for member in group], counts)
             logits = _joint_check(group, joint)
         except Exception as error:
             if isinstance(error, NotTogetherError):
                 _apart.add(group[0].decoding.model)
-            joint.align()
+            if joint is not None:
+                joint.align()
             return None
         parts = zip(joint.rows, counts, strict=True)
         return [joint.failed.get(number, logits[rows, :count]) for number, (rows, count) in enumerate(parts)]
@@ -320,7 +324,8 @@ def _joint_check(group: list[Member], joint: JointCache) -> Tensor:
     width, rows = max(joint.tokens), list[Tensor]()
     for member in group:
         ids, first = member.exact.to_check()
-        positions = torch.tensor(first, device=ids.device).unsqueeze(1) + torch.arange(ids.shape[1], device=ids.device)
+        starts = torch.tensor(first, dtype=torch.int64, device=ids.device).unsqueeze(1)
+        positions = starts + torch.arange(ids.shape[1], dtype=torch.int64, device=ids.device)
         rows.append(torch.nn.functional.pad(torch.stack([ids, positions]), (0, width - ids.shape[1])))
     ids, positions = torch.cat(rows, 1).to(group[0].decoding.model.device)
     with ExitStack() as reading, group[0].args.computing(), torch.no_grad():
@@ -331,11 +336,13 @@ def _joint_check(group: list[Member], joint: JointCache) -> Tensor:
 
 
 def _to_check(members: Sequence[Member]) -> list[Member]:
-    """The members whose drafts are checked now: those that have drafted enough, and those that share rows with one of them."""
+    """The members whose drafts are checked now: those that have drafted enough, and those that share rows with one of them. A
+    member that draws its tokens has checks of its own, because they take random numbers."""
     exact = [member for member in members if isinstance(member.decoding, ExactDecoding)]
     due = [member for member in exact if member.exact.checks]
     shared = {_first_block(member) for member in due} - {None}
-    return [member for member in exact if member in due or (member.exact.drafted and _first_block(member) in shared)]
+    early = [member for member in exact if member.exact.drafted and not member.decoding.samples]
+    return [member for member in exact if member in due or (member in early and _first_block(member) in shared)]
 
 
 def _first_block(member: Member) -> tuple[int, int] | None:

@@ -275,8 +275,11 @@ class CacheState(Cache):
     @property
     def searches(self) -> bool:
         """Whether its last decode step may have searched; a shorter sequence attends to everything."""
-        if self.get_seq_length() < self.method.full_everywhere_below():
-            return False
+        return self.get_seq_length() >= self.method.full_everywhere_below() and self.has_index
+
+    @property
+    def has_index(self) -> bool:
+        """Whether some layer has an index. Without one every step attends to everything."""
         return any(self.method.searches(layer.number) for layer in self.retrieval_layers)
 
     @property

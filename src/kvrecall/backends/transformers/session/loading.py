@@ -58,7 +58,7 @@ def load(
             given = given or (None if model is None or model.device.type == "meta" else model.device)
             where = cache._device() if given is None else given
             _Load(cache, path, session, checksum, files, where, verify).run(model)
-            cache.rounded = "fp8" in (session.rows, session.host_rows, cache.host_rows)
+            cache.rounded |= "fp8" in (session.rows, session.host_rows, cache.host_rows)
             return cache
         except UNFORESEEN as error:
             if isinstance(error, KVRecallError):

@@ -56,6 +56,8 @@ def archive_cache(cache: CacheState, archive: Archive, tokens: int, sequences: i
     """All that belongs to no layer of ours. tokens, sequences: of what is saved or read back. Returns the rotary embeddings
     that wait for their model, by layer."""
     cache.tokens.archive(archive.under("tokens"), sequences, tokens)
+    if cache.rounded if archive.saving else archive.knows("rounded"):
+        cache.rounded = archive.flag("rounded", cache.rounded)
     valid = archive.optional("valid", cache.valid, (sequences, tokens), torch.bool)
     if archive.flag("torn", False):
         archive.refuse("torn", "the state of a whole forward pass", "that of an interrupted one")
