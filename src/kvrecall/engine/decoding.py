@@ -209,6 +209,10 @@ class Decoding:
 
     def close(self) -> None:
         """Ends the request and restores settings of the cache."""
+        self.stop_recording()
+
+    def stop_recording(self) -> None:
+        """Sliding windows of the cache keep no more than their tokens from the next step on."""
         for layer in self.cache.layers:
             if hasattr(layer, "record_past"):
                 layer.record_past = False  # pyright: ignore[reportAttributeAccessIssue]

@@ -222,6 +222,7 @@ class ExactDecoding(Decoding):
             self._read_again()
         else:
             self.cache.crop(self.stored - self.cache.get_seq_length())  # 0 cuts windows that were recorded
+        self.stop_recording()  # before transformers 5.24 a window can record one step only
         self.cache.tokens.answered_from(self._prompt)
         self._accepted, self._sure = len(self.steps), (dict(self._arguments), self._told, self._outputs)
         self._mark = self.cache.mark()
