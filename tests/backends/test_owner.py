@@ -18,6 +18,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import kvrecall
 from kvrecall import engine
 from kvrecall.backends.transformers.cache_name import cache_argument
+from kvrecall.backends.transformers.cache_state import LayersBefore
 from kvrecall.core.errors import CacheInUseError, InterruptedPassError, ParameterError
 from tests.backends.models import tiny
 from tests.engine.users import METHODS, User, in_threads
@@ -27,6 +28,7 @@ SECONDS = 60
 CHANGES: dict[str, Callable[[kvrecall.RetrievalCache, Any, Path], object]] = {
     "crop": lambda cache, model, folder: cache.crop(-1),
     "rewind": lambda cache, model, folder: cache.rewind(40),
+    "return_to": lambda cache, model, folder: cache.return_to(LayersBefore.of(cache.layers, cache.get_seq_length())),
     "reset": lambda cache, model, folder: cache.reset(),
     "reserve": lambda cache, model, folder: cache.reserve(4000),
     "align": lambda cache, model, folder: cache.align(),
@@ -45,13 +47,14 @@ READS: dict[str, Callable[[kvrecall.RetrievalCache], Any]] = {
     "fork-as-exact": lambda cache: cache.fork(kvrecall.Exact(top_k=8, **ZONES)),
     "deepcopy": copy.deepcopy,
     "stats": lambda cache: cache.stats(),
+    "mark": lambda cache: cache.mark(),
 }
 UNGUARDED = {
     # They read what only the end of a call changes, or are given before any token is stored.
     "batch_size", "belongs_to", "captured", "fixed_layers", "from_file", "get_mask_sizes", "get_max_length",
-    "get_query_offset", "get_seq_length", "factors_differ", "has_previous_state", "host_bytes", "is_compileable",
+    "get_query_offset", "get_seq_length", "factors_differ", "has_index", "has_previous_state", "host_bytes", "is_compileable",
     "is_croppable", "is_dummy", "is_initialized", "is_linear", "is_recording_past", "is_sliding", "load", "members",
-    "retrieval_layers", "rotary_kind", "sequences", "states", "fp8_rows", "valid", "wants_statistics",
+    "retrieval_layers", "rotary_kind", "searches", "sequences", "states", "fp8_rows", "valid", "wants_statistics",
     # Parts of a forward pass or of another operation, or of caches without retrieval layers.
     "activate_past_recording", "block_tables", "early_initialization", "get_conv_state", "get_recurrent_state",
     "layer_statistics", "meet", "offload", "open_pass", "prefetch", "prepare_for", "take_statistics", "undo", "update",
@@ -189,6 +192,9 @@ def test_a_copy_waits_for_the_end_of_a_pass(read: str, name: str, model: Any) ->
     assert torch.equal(made[0], want) and len(copies) == 1
     if read == "stats":
         assert copies[0].total.tokens == twin.stats().total.tokens
+        return
+    if read == "mark":
+        assert copies[0].tokens == twin.mark().tokens == 71
         return
     other = READS[read](twin)
     assert torch.equal(fed(model, copies[0], ids(1, 2)), fed(model, other, ids(1, 2)))
