@@ -148,6 +148,11 @@ class BlockTable:
     def __del__(self) -> None:
         self.pool.release(self.blocks)
 
+    @property
+    def beginning(self) -> tuple[int, int] | None:
+        """Equal for tables whose first block is the same; None without blocks."""
+        return (id(self.pool), self.blocks[0]) if self.blocks else None
+
     def set_length(self, layer: int, tokens: int) -> None:
         """Records that a layer holds `tokens` tokens."""
         self.lengths[layer] = tokens

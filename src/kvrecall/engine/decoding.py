@@ -167,6 +167,13 @@ class Decoding:
         self._tell()
         return self.model.prepare_inputs_for_generation(self.sequences, next_sequence_length=1, **self._arguments)
 
+    def _inputs_of(self, ids: Tensor, tokens: int, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of a call that feeds the last of these ids `[B, T]` and gives logits of each."""
+        inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=tokens, **arguments)
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = tokens
+        return inputs
+
     def _tell(self) -> None:
         """Updates the model's arguments to the last step."""
         behind = len(self.steps) - self._told

@@ -18,6 +18,7 @@ which attend to everything.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -55,18 +56,20 @@ class DraftLength:
         """pass_steps: drafting steps that a check takes as long as."""
         self._pass = pass_steps
         self._right, self._judged = 9.0, 10.0
-
-    @property
-    def tokens(self) -> int:
+        self.tokens = self._best()
         """Drafts before the next check."""
+
+    def _best(self) -> int:
         p = self._right / self._judged
-        gains = [sum(p**i for i in range(n + 1)) / (n + self._pass) for n in range(1, MOST_DRAFTS + 1)]
-        return 1 + gains.index(max(gains))
+        coming = accumulate(p**i for i in range(MOST_DRAFTS + 1))
+        gains = [tokens / (n + self._pass) for n, tokens in enumerate(coming)]
+        return gains.index(max(gains[1:]), 1)
 
     def saw(self, right: int, drafted: int) -> None:
         """A check found the first `right` of `drafted` tokens right, and looked at one more if there was one."""
         self._right = _KEPT * self._right + right
         self._judged = _KEPT * self._judged + right + (right < drafted)
+        self.tokens = self._best()
 
 
 class ExactDecoding(Decoding):
@@ -141,9 +144,7 @@ class ExactDecoding(Decoding):
         """Feeds the last tokens to full attention; logits of each."""
         self._restore_arguments()
         self._tell()
-        inputs = self.model.prepare_inputs_for_generation(self.sequences, next_sequence_length=tokens, **self._arguments)
-        if "logits_to_keep" in inputs:
-            inputs["logits_to_keep"] = tokens
+        inputs = self._inputs_of(self.sequences, tokens, self._arguments)
         if not self._fixed:
             self.cache.activate_past_recording()  # so that sliding windows can be cropped
         with self.cache.reading_prompt():

@@ -130,9 +130,7 @@ class LookupDecoding(Decoding):
                 outputs, dict(arguments), is_encoder_decoder=False, num_new_tokens=guessed
             )
         count = known + guessed
-        inputs = self.model.prepare_inputs_for_generation(self._with_guess(), next_sequence_length=count, **arguments)
-        if "logits_to_keep" in inputs:
-            inputs["logits_to_keep"] = count
+        inputs = self._inputs_of(self._with_guess(), count, arguments)
         self.cache.activate_past_recording()  # so that sliding windows can be cropped
         return self.model(**inputs, return_dict=True).logits[0, -count:]
 

@@ -107,10 +107,10 @@ class Member:
         self.release()
         self._uncaptured = 0
         with self.args.computing(), torch.no_grad():
-            return self.exact.check()
+            return self.exact_decoding.check()
 
     @property
-    def exact(self) -> ExactDecoding:
+    def exact_decoding(self) -> ExactDecoding:
         """Its decoding, whose answer is checked."""
         assert isinstance(self.decoding, ExactDecoding)
         return self.decoding
@@ -268,11 +268,11 @@ class Stepper:
 
     def _checked_together(self, group: list[Member]) -> list[Logits] | None:
         """One call for all, which reads rows that they share once; None if it fails."""
-        counts = [1 + member.exact.drafted for member in group]
+        counts = [1 + member.exact_decoding.drafted for member in group]
         joint: JointCache | None = None
         try:
             for member in group:
-                member.exact.begin_check()
+                member.exact_decoding.begin_check()
                 member.go_on_captured()
             joint = JointCache([member.decoding.cache for member in group], counts)
             logits = _joint_check(group, joint)
@@ -323,7 +323,7 @@ def _joint_check(group: list[Member], joint: JointCache) -> Tensor:
     """Logits `[rows, tokens, vocabulary]` of one call of full attention; those behind a member's own tokens mean nothing."""
     width, rows = max(joint.tokens), list[Tensor]()
     for member in group:
-        ids, first = member.exact.to_check()
+        ids, first = member.exact_decoding.to_check()
         starts = torch.tensor(first, dtype=torch.int64, device=ids.device).unsqueeze(1)
         positions = starts + torch.arange(ids.shape[1], dtype=torch.int64, device=ids.device)
         rows.append(torch.nn.functional.pad(torch.stack([ids, positions]), (0, width - ids.shape[1])))
@@ -339,16 +339,16 @@ def _to_check(members: Sequence[Member]) -> list[Member]:
     """The members whose drafts are checked now: those that have drafted enough, and those that share rows with one of them. A
     member that draws its tokens has checks of its own, because they take random numbers."""
     exact = [member for member in members if isinstance(member.decoding, ExactDecoding)]
-    due = [member for member in exact if member.exact.checks]
+    due = [member for member in exact if member.exact_decoding.checks]
     shared = {_first_block(member) for member in due} - {None}
-    early = [member for member in exact if member.exact.drafted and not member.decoding.samples]
+    early = [member for member in exact if member.exact_decoding.drafted and not member.decoding.samples]
     return [member for member in exact if member in due or (member in early and _first_block(member) in shared)]
 
 
 def _first_block(member: Member) -> tuple[int, int] | None:
     """What only sequences with the same first rows have; None for a cache of several sequences, or without blocks."""
     tables = member.decoding.cache.tables
-    return (id(tables[0].pool), tables[0].blocks[0]) if tables and len(tables) == 1 and tables[0].blocks else None
+    return tables[0].beginning if tables and len(tables) == 1 else None
 
 
 def _in_turn(group: Sequence[Member], captured: bool = False) -> list[Logits]:

@@ -169,12 +169,12 @@ class JointLayer(TaggedLayer):
 
     def _shared(self, queries: Tensor, params: AttentionParams) -> dict[int, list[SharedPast]]:
         """By number of the member, attention of its chunks to the rows that sequences of several members share."""
-        groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        groups: dict[tuple[int, int] | None, list[tuple[int, int]]] = {}
         for number, member in enumerate(self._members) if self._chunks else ():
             state = self._of(member).state
             for b, table in enumerate(member.tables or ()):
                 if state is not None and number not in self._failed and state.store.host[b].length:
-                    groups.setdefault((id(table.pool), table.blocks[0]), []).append((number, b))
+                    groups.setdefault(table.beginning, []).append((number, b))
         made: dict[int, dict[int, SharedPast]] = {}
         for group in groups.values():
             chunks = [self._chunk(number, b, queries) for number, b in group]
