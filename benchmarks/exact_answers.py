@@ -81,9 +81,9 @@ class _Suite:
     def __init__(self, name: str, model: Any, tokenizer: Any, method: Method, tie: float) -> None:
         self._name, self._asker, self._method, self._tie = name, Asker(model, tokenizer, 8192), method, tie
 
-    def rows(self, context: int, samples: int) -> Iterator[Row]:
+    def rows(self, context: int, samples: int, tasks: list[str]) -> Iterator[Row]:
         """A row per task."""
-        for spec in KNOWN:
+        for spec in tasks:
             suite = Suite(Plan((spec,), (context,), samples), self._asker, conditions(["full"], []))
             task, total, equal, ties, count, tokens = generated(spec), Drafts(), 0, 0, 0, 0
             for sample in suite.samples():
@@ -204,6 +204,7 @@ def main() -> None:
     parser.add_argument("--context", default="8192")
     parser.add_argument("--top-k", type=int, default=None)
     parser.add_argument("--suite", type=int, default=0)
+    parser.add_argument("--tasks", default=",".join(KNOWN))
     parser.add_argument("--tie", type=float, default=0.25)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--sides", default="exact,recommended,full")
@@ -221,7 +222,7 @@ def main() -> None:
 
     for context in contexts:
         if args.suite:
-            for row in _Suite(name, model, tokenizer, method, args.tie).rows(context, args.suite):
+            for row in _Suite(name, model, tokenizer, method, args.tie).rows(context, args.suite, args.tasks.split(",")):
                 add(row)
             continue
         if tokenizer is None:

@@ -95,9 +95,11 @@ def _weights(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if path.suffix in _WEIGHTS and path.is_file()]
 
 
-def _load_folder(spec: str, folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
+def _load_folder(spec: str, folder: Path, dtype: torch.dtype, config: Any = None) -> tuple[Any, Any]:
+    """config: instead of the folder's own."""
     with _reading(spec, "could not be loaded", "It needs config, weights and tokenizer, whole and of one model."):
-        config = _folder_config(folder)
+        own = _folder_config(folder)
+        config = own if config is None else config
         _check_config(config, sum(path.stat().st_size for path in _weights(folder)))
         return _read(folder, config, dtype, {})
 
@@ -113,7 +115,7 @@ def _load_gguf(spec: str, path: Path, dtype: torch.dtype, on_notice: Notice | No
         if keep and unpacked.is_complete(copy):
             # It may still not load, in an older transformers or because another process removes it just now.
             with contextlib.suppress(ModelFilesError):
-                return _load_folder(spec, copy, dtype)
+                return _load_folder(spec, copy, dtype, known_config(spec) if entry else None)
         _require_gguf_packages(spec)
         if entry:
             verify(entry, path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import Any
 
@@ -17,6 +17,7 @@ class KnownModel:
     repo, revision, file: where the model hub has it.
     sha256: decides alone whether a file is this model, wherever it came from.
     bytes: size of the file.
+    yarn: factor by which YaRN extends the context, as the model's card says; 1: not at all.
     """
 
     name: str
@@ -27,6 +28,15 @@ class KnownModel:
     description: str
     licence: str = "Apache-2.0"
     revision: str = "main"
+    yarn: int = 1
+
+    def extended(self, config: Any) -> Any:
+        """The config with the extended context. A text of any length is read with the same rotary embedding."""
+        if self.yarn > 1:
+            limit = config.max_position_embeddings
+            rotary = {"rope_type": "yarn", "factor": float(self.yarn), "original_max_position_embeddings": limit}
+            config.rope_parameters = {**config.rope_parameters, **rotary}
+        return config
 
 
 DEFAULT = "qwen2.5-coder-0.5b"
@@ -52,7 +62,12 @@ _MODELS = (
         "SmolLM2 135M Instruct, Q4_1, 8K context",
     ),
 )  # fmt: skip
-KNOWN: dict[str, KnownModel] = {model.name: model for model in _MODELS}
+_LONG = tuple(
+    replace(m, name=f"{m.name}-128k", description=f"the same file; {m.description.split(',')[0]}, 128K context by YaRN", yarn=4)
+    for m in _MODELS
+    if m.name.startswith("qwen")
+)
+KNOWN: dict[str, KnownModel] = {model.name: model for model in (*_MODELS, *_LONG)}
 
 
 def known(name: str) -> KnownModel:
@@ -66,6 +81,7 @@ def known_config(name: str) -> Any:
     """The transformers config of a known model. It is part of the package, so it needs neither the weights nor a network."""
     from transformers import AutoConfig
 
-    text = files("kvrecall").joinpath("data", "configs", f"{known(name).name}.json").read_text(encoding="utf-8")
+    model = known(name)
+    text = files("kvrecall").joinpath("data", "configs", f"{model.name.removesuffix('-128k')}.json").read_text(encoding="utf-8")
     settings = json.loads(text)
-    return AutoConfig.for_model(settings.pop("model_type"), **settings)
+    return model.extended(AutoConfig.for_model(settings.pop("model_type"), **settings))
