@@ -69,9 +69,12 @@ def check_layers(text: PretrainedConfig, cache: RetrievalCache) -> None:
 def check_methods(cache: RetrievalCache) -> None:
     """Raises CaptureError if the method of some layer cannot be captured. A layer without search can be, if its rows lie on the
     device."""
-    method, numbers = cache.method, [layer.number for layer in cache.retrieval_layers]
-    for number in filter(method.searches, numbers):
+    method, checked = cache.method, list[Method]()
+    for number in (layer.number for layer in cache.retrieval_layers):
         own = method.at(number)
+        if any(own is other for other in checked) or not method.searches(number):
+            continue
+        checked.append(own)  # the same in most layers: every request that joins a step asks
         try:
             _check_method(own)
         except CaptureError as error:
