@@ -22,20 +22,19 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import torch
 from transformers import DynamicCache
 
 import kvrecall
-from benchmarks.models import let_go, model_of
+from benchmarks.models import let_go, log_text, model_of, unused_id
 from benchmarks.rows import write_csv
 from kvrecall import RetrievalCache, engine, models
-from kvrecall.evaluate.text import sentences
+from kvrecall.backends.transformers.cache_name import cache_argument
 
 SIDES, WHAT = ("recommended", "full", "plain"), ("ask-1", "ask-11", "generate")
-_ANSWER, _GENERATED, _CHUNK = 32, 256, 8192
+_ANSWER, _GENERATED, _ROOM, _CHUNK = 32, 256, 512, 8192
 
 
 @dataclass(frozen=True)
@@ -55,14 +54,6 @@ class Row:
     seconds: float
 
 
-def _text(tokenizer: Any, tokens: int) -> str:
-    """Sentences of the harbour log in random order, nearly so many tokens."""
-    drawn, told, ids = Random(0), sentences(), list[int]()
-    while len(ids) < tokens:
-        ids += tokenizer(" ".join(drawn.choice(told) for _ in range(4096)), add_special_tokens=False)["input_ids"]
-    return tokenizer.decode(ids[: tokens - 512])
-
-
 def _questions(count: int) -> list[str]:
     return [f"What happened on day {3 * number + 1}? Answer in one sentence." for number in range(count)]
 
@@ -74,7 +65,7 @@ def _asked(model: Any, tokenizer: Any, text: str, method: Any, count: int) -> in
 
 def _generated(model: Any, ids: torch.Tensor, method: Any) -> int:
     cache = RetrievalCache(model.config, method)
-    made = engine.generate(model, None, ids, cache, max_new_tokens=_GENERATED, eos_token_id=_unused(model))
+    made = engine.generate(model, None, ids, cache, max_new_tokens=_GENERATED, eos_token_id=unused_id(model))
     return len(made.new_tokens[0])
 
 
@@ -82,22 +73,17 @@ def _generated(model: Any, ids: torch.Tensor, method: Any) -> int:
 def _plain(model: Any, ids: torch.Tensor) -> int:
     """As transformers alone, which reads the prompt in pieces of the same size."""
     made = model.generate(
-        ids, past_key_values=DynamicCache(config=model.config), do_sample=False, max_new_tokens=_GENERATED,
-        eos_token_id=_unused(model), prefill_chunk_size=_CHUNK,
+        ids, **cache_argument(DynamicCache(config=model.config)), do_sample=False, max_new_tokens=_GENERATED,
+        eos_token_id=unused_id(model), prefill_chunk_size=_CHUNK,
     )  # fmt: skip
     return made.shape[1] - ids.shape[1]
-
-
-def _unused(model: Any) -> int:
-    """An id that no tokenizer uses."""
-    return model.config.get_text_config().vocab_size - 1
 
 
 def _calls(args: argparse.Namespace, model: Any, tokenizer: Any, context: int) -> Iterator[tuple[str, int, Callable[[], int]]]:
     """What is asked for, tokens of the prompt, and the call."""
     (side,) = args.sides.split(",")
     method = kvrecall.Full() if side == "full" else kvrecall.methods.recommended()
-    text = None if tokenizer is None else _text(tokenizer, context)
+    text = None if tokenizer is None else log_text(tokenizer, context - _ROOM)
     for what in args.what.split(","):
         if what == "generate":
             if tokenizer is None:

@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import kvrecall
-from benchmarks.models import model_of
+from benchmarks.models import log_text, model_of, unused_id
 from benchmarks.rows import write_csv
 from kvrecall import RetrievalCache, engine, models
 from kvrecall.engine.exact import Drafts, ExactDecoding
@@ -38,7 +38,6 @@ from kvrecall.evaluate.asking import Asker
 from kvrecall.evaluate.plan import Plan, conditions
 from kvrecall.evaluate.suite import Suite
 from kvrecall.evaluate.tasks import KNOWN, generated
-from kvrecall.evaluate.text import sentences
 from kvrecall.methods.base import Method
 
 SIDES = ("exact", "recommended", "full", "full-host", "offloaded")
@@ -135,17 +134,12 @@ def _side(model: Any, ids: Tensor, read: RetrievalCache, side: str, tokens: int)
     for _ in range(2):
         cache = read.fork(full, rows_on_device=False if side == "full-host" else None)
         new = engine.generate(
-            model, None, ids, cache, max_new_tokens=tokens, eos_token_id=_unused(model), exact=side == "exact"
+            model, None, ids, cache, max_new_tokens=tokens, eos_token_id=unused_id(model), exact=side == "exact"
         )
         made = new.new_tokens[0], new.decode_seconds * 1e3 / (tokens - 1), new.drafts or Drafts()
         del new, cache
     assert made is not None
     return made
-
-
-def _unused(model: Any) -> int:
-    """An id that no tokenizer uses."""
-    return model.config.get_text_config().vocab_size - 1
 
 
 @torch.no_grad()
@@ -163,11 +157,7 @@ def _offloaded(model: Any, ids: Tensor, tokens: int) -> Answer:
 
 def _report_prompt(tokenizer: Any, context: int) -> list[int]:
     """Ids of a prompt of about so many tokens: sentences in random order, and the question."""
-    drawn, told, ids = Random(0), sentences(), list[int]()
-    while len(ids) < context:
-        text = " ".join(drawn.choice(told) for _ in range(max(8, (context - len(ids)) // 16)))
-        ids += tokenizer(text, add_special_tokens=False)["input_ids"]
-    return DocumentPrompt.of(tokenizer, tokenizer.decode(ids[: context - 64])).ask(_QUESTION)
+    return DocumentPrompt.of(tokenizer, log_text(tokenizer, context - 64)).ask(_QUESTION)
 
 
 def _accept(share: float) -> None:

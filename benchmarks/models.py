@@ -1,4 +1,4 @@
-"""Models with random weights and the methods they run under, for the benchmarks of whole models."""
+"""Models with random weights, the methods they run under, and texts, for the benchmarks of whole models."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from benchmarks import gpu_layer
 from kvrecall.baselines.freekv import FreeKV
+from kvrecall.evaluate.text import sentences
 from kvrecall.index.page_means import PageMeans
 from kvrecall.methods.base import Method
 from kvrecall.methods.louiskv import LouisKV
@@ -93,6 +95,20 @@ def attention_of(model: LlamaForCausalLM, attention: Callable[..., Any]) -> Iter
         model.set_attn_implementation(previous)
         AttentionInterface._global_mapping.pop(_NAME, None)
         AttentionMaskInterface._global_mapping.pop(_NAME, None)
+
+
+def log_text(tokenizer: Any, tokens: int) -> str:
+    """Sentences of the harbour log in random order, of about so many tokens."""
+    drawn, told, ids = Random(0), sentences(), list[int]()
+    while len(ids) < tokens:
+        text = " ".join(drawn.choice(told) for _ in range(max(8, (tokens - len(ids)) // 16)))
+        ids += tokenizer(text, add_special_tokens=False)["input_ids"]
+    return tokenizer.decode(ids[:tokens])
+
+
+def unused_id(model: Any) -> int:
+    """An id that no tokenizer uses: an end token that never comes."""
+    return model.config.get_text_config().vocab_size - 1
 
 
 def let_go() -> None:

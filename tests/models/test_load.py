@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from kvrecall.backends.transformers.families import context_limit
 from kvrecall.core.errors import ModelFilesError, ParameterError
 from kvrecall.models import KNOWN, as_device, as_dtype, default_dtype, load, load_config
 from tests.tiny import save_tiny_model
@@ -78,6 +80,25 @@ def test_configs_of_known_models_need_no_files(name: str, models_folder: Path) -
     config = load_config(name)
     assert config.num_hidden_layers in (24, 28, 30) and config.max_position_embeddings >= 8192
     assert not models_folder.exists()
+
+
+def test_a_long_context_changes_the_rotary_embedding_alone(models_folder: Path) -> None:
+    long, plain = (load_config(f"qwen2.5-coder-0.5b{end}").to_dict() for end in ("-128k", ""))
+    assert context_limit(load_config("qwen2.5-coder-0.5b-128k")) == 131072 == 4 * plain["max_position_embeddings"]
+    rotary = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    assert long.pop("rope_parameters") == plain.pop("rope_parameters") | rotary
+    assert long == plain
+
+
+@pytest.mark.model
+def test_a_copy_of_the_weights_has_no_say_in_a_known_models_config(
+    smollm2: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = replace(KNOWN["smollm2-135m"], name="smollm2-135m-long", yarn=2)
+    monkeypatch.setitem(KNOWN, long.name, long)
+    extended, plain = (load(name, dtype=torch.float32, device="cpu")[0] for name in (long.name, "smollm2-135m"))
+    assert extended.config.rope_parameters["factor"] == 2 and plain.config.rope_parameters["rope_type"] == "default"
+    assert torch.equal(extended.model.embed_tokens.weight, plain.model.embed_tokens.weight)
 
 
 @pytest.mark.model

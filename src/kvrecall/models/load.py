@@ -99,7 +99,7 @@ def _load_folder(spec: str, folder: Path, dtype: torch.dtype, config: Any = None
     """config: instead of the folder's own."""
     with _reading(spec, "could not be loaded", "It needs config, weights and tokenizer, whole and of one model."):
         own = _folder_config(folder)
-        config = own if config is None else config
+        config = config or own
         _check_config(config, sum(path.stat().st_size for path in _weights(folder)))
         return _read(folder, config, dtype, {})
 

@@ -30,14 +30,6 @@ class KnownModel:
     revision: str = "main"
     yarn: int = 1
 
-    def extended(self, config: Any) -> Any:
-        """The config with the extended context. A text of any length is read with the same rotary embedding."""
-        if self.yarn > 1:
-            limit = config.max_position_embeddings
-            rotary = {"rope_type": "yarn", "factor": float(self.yarn), "original_max_position_embeddings": limit}
-            config.rope_parameters = {**config.rope_parameters, **rotary}
-        return config
-
 
 DEFAULT = "qwen2.5-coder-0.5b"
 """What is used where nothing is asked for: the smallest model that answers questions about 32,768 tokens."""
@@ -82,6 +74,9 @@ def known_config(name: str) -> Any:
     from transformers import AutoConfig
 
     model = known(name)
-    text = files("kvrecall").joinpath("data", "configs", f"{model.name.removesuffix('-128k')}.json").read_text(encoding="utf-8")
-    settings = json.loads(text)
-    return model.extended(AutoConfig.for_model(settings.pop("model_type"), **settings))
+    own = next(m.name for m in _MODELS if m.file == model.file)
+    settings = json.loads(files("kvrecall").joinpath("data", "configs", f"{own}.json").read_text(encoding="utf-8"))
+    if model.yarn > 1:
+        rotary = {"factor": float(model.yarn), "original_max_position_embeddings": settings["max_position_embeddings"]}
+        settings["rope_parameters"] |= {"rope_type": "yarn", **rotary}
+    return AutoConfig.for_model(settings.pop("model_type"), **settings)

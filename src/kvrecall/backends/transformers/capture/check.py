@@ -72,9 +72,9 @@ def check_methods(cache: RetrievalCache) -> None:
     method, checked = cache.method, list[Method]()
     for number in (layer.number for layer in cache.retrieval_layers):
         own = method.at(number)
-        if any(own is other for other in checked) or not method.searches(number):
+        if own in checked or not method.searches(number):
             continue
-        checked.append(own)  # the same in most layers: every request that joins a step asks
+        checked.append(own)  # mostly the same in all layers, and every request that joins a step asks
         try:
             _check_method(own)
         except CaptureError as error:
