@@ -193,12 +193,12 @@ def finish(p_out, p_counts, b_id, m_keep, o_out, wanted, K, N: tl.constexpr):
     tl.store(p_counts, wanted)
 
 
-@triton.jit(do_not_specialize=["START"])
+@triton.jit(do_not_specialize=["START", "FIELDS"])
 def top_kernel(
     p_ids, p_scores, p_peak, p_mass, p_plan, p_fire, p_out, p_counts, p_kept_ids, p_kept_keys, p_kept, p_arrived, scaling, K,
-    START, ROOM, CHUNKS, PARTS,
+    START, ROOM, CHUNKS, PARTS, FIELDS,
     HEADS: tl.constexpr, LANES: tl.constexpr, SOFTMAX: tl.constexpr, MEAN: tl.constexpr, BT: tl.constexpr, P: tl.constexpr,
-    AT_ONCE: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr, M: tl.constexpr, FIELDS: tl.constexpr, PDL: tl.constexpr,
+    AT_ONCE: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr, M: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (chunk of N candidates, sequence and KV head): writes out[bh, :K], ascending, padded with -1, and counts[bh].
 

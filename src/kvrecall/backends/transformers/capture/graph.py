@@ -26,6 +26,7 @@ from kvrecall.backends.transformers.capture.verify import Attended, check_attent
 from kvrecall.backends.transformers.hooks import attached
 from kvrecall.backends.transformers.owner import step
 from kvrecall.core.errors import CaptureError
+from kvrecall.core.launch import compile_together
 from kvrecall.core.structs import AttentionParams
 from kvrecall.layer.slots.base import SlotLayer
 from kvrecall.layer.slots.layers import Layers, SlotLease
@@ -214,13 +215,14 @@ class DecodeGraph:
         self._forget_trial()
 
     def _warm_up(self, launch: Any) -> Tensor:
-        """Launches a step without a graph, which compiles kernels and opens the ranks' connections. Returns a copy of its
-        logits."""
+        """Launches a step without a graph, which compiles kernels, all at once, and opens the ranks' connections. Returns a copy
+        of its logits."""
         self.layers.prepare(trial=True)
         device = self._now.device
         aside, self._branch = _streams(device)
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
+            compile_together(launch)
             logits = launch().clone()
         torch.cuda.current_stream().wait_stream(aside)
         torch.cuda.synchronize()

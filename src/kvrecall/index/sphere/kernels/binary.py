@@ -215,12 +215,12 @@ def half(b_pair, WHICH: tl.constexpr):
     return ((b_pair >> (16 * WHICH)) & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["START", "PAIRS", "TABLE"])
+@triton.jit(do_not_specialize=["START", "PAIRS", "TABLE", "FIELDS"])
 def binary_kernel(
     p_signs, p_norms, p_weights, p_table, p_zeros, p_excluded, p_rotated, p_shifts, p_sums, p_plan, p_fire, p_scores, p_reach,
-    p_total, scale, units, HEADS, START, PAIRS, CAPACITY, TILES, SPANS, OWN_HEADS, TABLE, BYTES, BLOCK: tl.constexpr,
+    p_total, scale, units, HEADS, START, PAIRS, CAPACITY, TILES, SPANS, OWN_HEADS, TABLE, BYTES, FIELDS, BLOCK: tl.constexpr,
     D: tl.constexpr, S: tl.constexpr, READ: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr,
-    TILE: tl.constexpr, SUB: tl.constexpr, HAS_EXCLUDED: tl.constexpr, FIELDS: tl.constexpr, BINS: tl.constexpr,
+    TILE: tl.constexpr, SUB: tl.constexpr, HAS_EXCLUDED: tl.constexpr, BINS: tl.constexpr,
     OFFSET: tl.constexpr, SHIFT: tl.constexpr, TOP: tl.constexpr, NORMS: tl.constexpr, UNIT: tl.constexpr, PEAK: tl.constexpr,
     CENTRED: tl.constexpr, SPAN: tl.constexpr, BR: tl.constexpr, BB: tl.constexpr, MOST: tl.constexpr, SINKS: tl.constexpr,
     SEQUENCES: tl.constexpr, PDL: tl.constexpr,

@@ -41,10 +41,10 @@ def up_to(b_flag):
     return ((b_flag >> 7) & ONES) * ONES
 
 
-@triton.jit(do_not_specialize=["START", "PAIRS"])
+@triton.jit(do_not_specialize=["START", "PAIRS", "FIELDS"])
 def compact_kernel(
-    p_plan, p_fire, p_scores, p_reach, p_total, p_ids, HEADS, START, PAIRS, CAPACITY, TILES, ROOM, T: tl.constexpr,
-    SUB: tl.constexpr, BT: tl.constexpr, FIELDS: tl.constexpr, BINS: tl.constexpr, SEQUENCES: tl.constexpr, PDL: tl.constexpr,
+    p_plan, p_fire, p_scores, p_reach, p_total, p_ids, HEADS, START, PAIRS, CAPACITY, TILES, ROOM, FIELDS, T: tl.constexpr,
+    SUB: tl.constexpr, BT: tl.constexpr, BINS: tl.constexpr, SEQUENCES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Part (tiles, sequence and KV head): writes its share of the candidates ids[bh, ·], int32.
 

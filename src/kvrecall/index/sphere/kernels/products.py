@@ -75,12 +75,12 @@ _WHOLE, _WHOLE_BITS = tl.constexpr(1.5 * 2**23), tl.constexpr(0x4B400000)
 """An fp32 number and its bits. Adding an integer of 22 bits to the bits adds it to the number."""
 
 
-@triton.jit(do_not_specialize=["START", "PAIRS", "TABLE"])
+@triton.jit(do_not_specialize=["START", "PAIRS", "TABLE", "FIELDS"])
 def product_kernel(
     p_signs, p_norms, p_weights, p_table, p_zeros, p_excluded, p_rotated, p_shifts, p_sums, p_plan, p_fire, p_scores, p_reach,
-    p_total, scale, units, HEADS, START, PAIRS, CAPACITY, TILES, SPANS, OWN_HEADS, TABLE, BYTES, BLOCK: tl.constexpr,
+    p_total, scale, units, HEADS, START, PAIRS, CAPACITY, TILES, SPANS, OWN_HEADS, TABLE, BYTES, FIELDS, BLOCK: tl.constexpr,
     D: tl.constexpr, S: tl.constexpr, BS: tl.constexpr, LANES: tl.constexpr, BL: tl.constexpr, T: tl.constexpr,
-    SUB: tl.constexpr, STAGES: tl.constexpr, TALLY: tl.constexpr, HAS_EXCLUDED: tl.constexpr, FIELDS: tl.constexpr,
+    SUB: tl.constexpr, STAGES: tl.constexpr, TALLY: tl.constexpr, HAS_EXCLUDED: tl.constexpr,
     BINS: tl.constexpr, OFFSET: tl.constexpr, SHIFT: tl.constexpr, TOP: tl.constexpr, NATIVE: tl.constexpr, NORMS: tl.constexpr,
     UNIT: tl.constexpr, PEAK: tl.constexpr, CENTRED: tl.constexpr, SPAN: tl.constexpr, BR: tl.constexpr, BB: tl.constexpr,
     MOST: tl.constexpr, SINKS: tl.constexpr, SEQUENCES: tl.constexpr, PDL: tl.constexpr,

@@ -12,18 +12,14 @@ from kvrecall.index.sphere.kernels.work import first_part, part, parts, step, st
 
 
 @triton.jit
-def block_level(b_low, b_mid, b_top, U: tl.constexpr, u: tl.constexpr):
+def block_level(b_low, b_mid, b_top, u, U: tl.constexpr):
     """The 24 bits of levels of block u, from bit 0 on. Three words hold four blocks, or three bytes one block."""
     if U == 1:
         b_level = b_low | (b_mid << 8) | (b_top << 16)
-    elif u == 0:
-        b_level = b_low
-    elif u == 1:
-        b_level = ((b_low >> 24) & 255) | (b_mid << 8)
-    elif u == 2:
-        b_level = ((b_mid >> 16) & 65535) | (b_top << 16)
-    else:
-        b_level = b_top >> 8
+    else:  # a word for the first bits, and one for those behind it: the first block lies in its word whole, and so does the last
+        b_first = tl.where(u < 2, b_low, tl.where(u == 2, b_mid, b_top)).to(tl.uint32, bitcast=True)
+        b_rest = tl.where(u == 1, b_mid, b_top) << (8 * u)
+        b_level = (b_first >> (24 * u) % 32).to(tl.int32, bitcast=True) | tl.where((u == 1) | (u == 2), b_rest, 0)
     return b_level
 
 
@@ -36,12 +32,12 @@ def in_rows(p_x, o_x):
     return tl.multiple_of(tl.max_contiguous(p_x + o_x, (1, o_x.shape[1])), (1, 1))
 
 
-@triton.jit(do_not_specialize=["START", "PAIRS", "TABLE", "ROOM"])
+@triton.jit(do_not_specialize=["START", "PAIRS", "TABLE", "ROOM", "PARTS", "SPANS", "FIELDS"])
 def rerank_kernel(
     p_signs, p_magnitudes, p_weights, p_table, p_levels, p_rotated, p_plan, p_fire, p_ids, p_estimates, p_peak, p_mass,
-    p_shifts, scaling, HEADS, START, PAIRS, ROOM, PARTS, UNITS, SPANS, OWN_HEADS, TABLE, BYTES, BLOCK: tl.constexpr,
+    p_shifts, scaling, HEADS, START, PAIRS, ROOM, PARTS, UNITS, SPANS, OWN_HEADS, TABLE, BYTES, FIELDS, BLOCK: tl.constexpr,
     D: tl.constexpr, S: tl.constexpr, U: tl.constexpr, BU: tl.constexpr, LANES: tl.constexpr, BL: tl.constexpr, R: tl.constexpr,
-    FIELDS: tl.constexpr, LARGEST: tl.constexpr, SOFTMAX: tl.constexpr, CENTRED: tl.constexpr, SPAN: tl.constexpr,
+    LARGEST: tl.constexpr, SOFTMAX: tl.constexpr, CENTRED: tl.constexpr, SPAN: tl.constexpr,
     SEQUENCES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Part (R candidates, sequence and KV head): writes their estimates[bh, lane, ·] (Eq. 24).
@@ -86,13 +82,13 @@ def rerank_kernel(
             b_dots = ()
             for _ in tl.static_range(LANES):
                 b_dots = b_dots + (b_norm,)
-            for u in tl.static_range(U):
+            for u in range(U):  # not unrolled: the compiler's passes over loads take time with their square
                 if WORDS:
                     b_weight = weight_values(((b_words >> (8 * u)) & 255).to(tl.uint8))
                 else:
                     b_weight = weight_values(tl.load(in_rows(p_weights, o_block + o_unit * U + u), mask=m_u, other=0))
                 b_norm += b_weight
-                b_level = block_level(b_low, b_mid, b_top, U, u)
+                b_level = block_level(b_low, b_mid, b_top, u, U)
                 b_xs = ()
                 for j in tl.static_range(8):
                     b_index = ((b_level >> (3 * j)) & 7) | (((b_sign >> (8 * u + j)) & 1) << 3)

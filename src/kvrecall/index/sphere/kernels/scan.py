@@ -97,12 +97,13 @@ def write_reach(p_reach, p_total, i_bh, i_tile, b_reach, o_bin, TILES, BINS: tl.
     tl.atomic_add(p_total + i_bh * BINS + o_bin, b_reach, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["START", "PAIRS", "TABLE"])
+@triton.jit(do_not_specialize=["START", "PAIRS", "TABLE", "FIELDS"])
 def collision_kernel(
     p_signs, p_weights, p_table, p_zeros, p_excluded, p_tables, p_plan, p_fire, p_scores, p_reach, p_total, HEADS, START, PAIRS,
-    CAPACITY, TILES, OWN_HEADS, TABLE, BYTES, BLOCK: tl.constexpr, S: tl.constexpr, READ: tl.constexpr, NW: tl.constexpr,
-    BW: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr, T: tl.constexpr, SUB: tl.constexpr, HAS_EXCLUDED: tl.constexpr,
-    FIELDS: tl.constexpr, BINS: tl.constexpr, SINKS: tl.constexpr, SEQUENCES: tl.constexpr, PDL: tl.constexpr,
+    CAPACITY, TILES, OWN_HEADS, TABLE, BYTES, FIELDS,
+    BLOCK: tl.constexpr, S: tl.constexpr, READ: tl.constexpr, NW: tl.constexpr, BW: tl.constexpr,
+    WORDS: tl.constexpr, LANES: tl.constexpr, T: tl.constexpr, SUB: tl.constexpr, HAS_EXCLUDED: tl.constexpr,
+    BINS: tl.constexpr, SINKS: tl.constexpr, SEQUENCES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Part (tiles of T tokens, sequence and KV head): scores by table look-ups. Sign bytes are read READ at a time. SUB: see
     `tokens_of_part`.

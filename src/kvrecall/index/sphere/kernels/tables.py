@@ -85,13 +85,13 @@ def write_shifts(
     tl.store(p_sum + 1, tl.sum(b_shift * b_shift, 0), mask=m_n)
 
 
-@triton.jit(do_not_specialize=["START"])
+@triton.jit(do_not_specialize=["START", "FIELDS"])
 def rotate_kernel(p_queries, p_maps, p_means, p_cos, p_sin, p_plan, p_fire, p_rotated, p_shifts, p_sums, p_total,
                   p_zero_norms, p_zeros, MAP, MEANS, HEADS, START, SPANS, MAPS, OWN_HEADS, ZEROS,
-                  D: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, G: tl.constexpr, LANES: tl.constexpr,
+                  FIELDS, D: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, G: tl.constexpr, LANES: tl.constexpr,
                   ROWS: tl.constexpr, PIECES: tl.constexpr, TOGETHER: tl.constexpr, BN: tl.constexpr, PAIRS: tl.constexpr,
                   BR: tl.constexpr, STAGES: tl.constexpr, SPAN: tl.constexpr, MEAN: tl.constexpr, BINS: tl.constexpr,
-                  FIELDS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                  PDL: tl.constexpr):  # fmt: skip
     """Program (sequence and KV head, piece): ROWS coordinates of the rotated queries, fp32 `[BH, LANES, D]`.
 
     A lane is a query head of the group, or (MEAN) their mean. MAP: stride of the maps of heads, 0 for one shared
@@ -169,11 +169,11 @@ def collision_entries(b_own, p_counts, p_targets, C: tl.constexpr, TIERS: tl.con
     return b_tiers
 
 
-@triton.jit(do_not_specialize=["START"])
+@triton.jit(do_not_specialize=["START", "FIELDS"])
 def tables_kernel(
     p_rotated, p_counts, p_plan, p_fire, p_tables, HEADS, START,
-    D: tl.constexpr, S: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr, L: tl.constexpr, C: tl.constexpr,
-    FIELDS: tl.constexpr, TARGETS: tl.constexpr, TIERS: tl.constexpr, PDL: tl.constexpr,
+    FIELDS, D: tl.constexpr, S: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr, L: tl.constexpr, C: tl.constexpr,
+    TARGETS: tl.constexpr, TIERS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence and KV head, block): the tables of one block.
 
