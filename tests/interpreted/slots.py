@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvrecall.layer.slots.layers import Layers, SlotLease, bucket_length
+from kvrecall.index.table import bucket_length
+from kvrecall.layer.slots.layers import Layers, SlotLease
 from kvrecall.layer.state import LayerState
 
 

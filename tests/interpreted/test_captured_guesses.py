@@ -24,7 +24,8 @@ from kvrecall.backends.transformers.capture.runner import CapturedSteps
 from kvrecall.engine import steps
 from kvrecall.engine.lookup import LookupDecoding
 from kvrecall.engine.loop import loop_of
-from kvrecall.layer.slots.layers import Layers, SlotLease, bucket_length
+from kvrecall.index.table import bucket_length
+from kvrecall.layer.slots.layers import Layers, SlotLease
 from tests.interpreted.launched import Launched, without_gpu
 
 pytestmark = pytest.mark.usefixtures("several_blocks")

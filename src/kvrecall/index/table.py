@@ -27,9 +27,17 @@ from kvrecall.index.base import RowSource
 
 WIDE = 16
 """Captured decoding rounds tokens up to a multiple of this, so that summaries are read by wide loads."""
+
 _ALIGNMENT = 64
 """Blocks begin at multiples of this many bytes, so that wide loads are aligned."""
 _MOST_SPARE = 65_536
+
+
+def bucket_length(tokens: int) -> int:
+    """A length for what is made for `tokens` tokens and should fit a slightly longer sequence too: at most an eighth more, and
+    some. Searches of equal lengths have the same kernels."""
+    step = max(WIDE, (1 << tokens.bit_length()) // 16)
+    return step * cdiv(tokens, step)
 
 
 def numbers_in(blocks: Tensor, start: int, dtype: torch.dtype, *sizes: int) -> Tensor:

@@ -14,7 +14,7 @@ from kvrecall.cache.slot_zones import ZonePlan
 from kvrecall.cache.zones import ZoneSizes
 from kvrecall.core.archive import Archive
 from kvrecall.core.errors import ParameterError
-from kvrecall.core.launch import cdiv, kernels_available
+from kvrecall.core.launch import kernels_available
 from kvrecall.core.structs import Budget, Selection, lasting_tensors
 from kvrecall.index.base import Index, LayerShape, RowSource, stack_selections
 from kvrecall.index.sphere import reference
@@ -23,8 +23,8 @@ from kvrecall.index.sphere.config import STAGE_ONE, SphereConfig
 from kvrecall.index.sphere.maps import Maps
 from kvrecall.index.sphere.paged import PagedCodes
 from kvrecall.index.sphere.pages import CodePages
-from kvrecall.index.sphere.schedule import StageSizes, stage_sizes
-from kvrecall.index.table import InBlocks
+from kvrecall.index.sphere.schedule import StageSizes, most_candidates, stage_sizes
+from kvrecall.index.table import InBlocks, bucket_length
 from kvrecall.index.tokens import archive_excluded
 from kvrecall.select.gqa import search_queries
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["STAGE_ONE", "PagedCodes", "SphereConfig", "SphereIndex"]
 
-_ROOM_TOKENS, _MOST_SPARE = 1024, 65_536
+_LEAST_ROOM, _MOST_SPARE = 1024, 65_536
 """Scratch of searches grows by this many tokens at a time."""
 _ENCODE_TOKENS = 8192
 """Tokens encoded at a time: bounds the fp32 temporaries to a few times H_kv * 8192 * D * 4 bytes."""
@@ -221,12 +221,12 @@ class SphereIndex(InBlocks, Index):
         config, shape, heads, count = self.config, self._shape, self._kv_heads, len(self.lengths)
         sizes = [stage_sizes(config.steps, n, budget.top_k, config.min_candidates_per_k) for n in self.lengths]
         self._make_room(max(self.lengths))
-        most = max(sizes[b].candidates for b in sequences)
         gpu = self._gpu
-        if gpu is None or gpu.top_k != budget.top_k or gpu.tokens != self._room or gpu.candidates < most:
+        if gpu is None or gpu.top_k != budget.top_k or gpu.tokens != self._room:
             group, dim = queries.shape[1] // heads, shape.head_dim
-            gpu = GpuSearch(count, heads, group, dim, config.gqa, config.stage1, budget.top_k, self._room, most * 9 // 8,
-                            self.maps, norms=config.norms)  # fmt: skip
+            most = most_candidates(config.steps, self._room, budget.top_k, config.min_candidates_per_k)
+            gpu = GpuSearch(count, heads, group, dim, config.gqa, config.stage1, budget.top_k, self._room, most, self.maps,
+                            norms=config.norms)  # fmt: skip
             self._gpu = gpu
         excluded = [0 if ids is None else ids.shape[1] for ids in self._excluded]
         key = (*self.lengths, *excluded, *sequences, budget.top_k)
@@ -267,7 +267,7 @@ class SphereIndex(InBlocks, Index):
         """Ensures scratch for `tokens` tokens, with room to grow."""
         if tokens > self._room:
             wanted = max(tokens, self._reserved, min(self._room * 9 // 8, tokens + _MOST_SPARE))
-            self._room = cdiv(wanted, _ROOM_TOKENS) * _ROOM_TOKENS
+            self._room = bucket_length(max(wanted, _LEAST_ROOM))  # as captured steps do, so that both have the same kernels
 
     def _all_blocks(self) -> Tensor:
         """The block tables int32 `[B, W]` on the device, sent again when they have changed."""

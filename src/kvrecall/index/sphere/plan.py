@@ -11,7 +11,7 @@ from kvrecall.cache.slot_zones import ZonePlan
 from kvrecall.cache.zones import ZoneLengths, ZoneSizes
 from kvrecall.index.sphere.kernels.search import FIELDS as SEARCH_FIELDS
 from kvrecall.index.sphere.kernels.search import plan_row
-from kvrecall.index.sphere.schedule import RatioStep, StageSizes, stage_sizes
+from kvrecall.index.sphere.schedule import RatioStep, StageSizes, most_candidates, stage_sizes
 
 ZONE_FIELDS = 7
 """Numbers of a zone row, in this order:
@@ -50,8 +50,7 @@ class StepPlan(ZonePlan):
 
     def most_candidates(self, tokens: int) -> int:
         """Most candidates that any zone of up to `tokens` tokens has."""
-        edges = [s.below_tokens - 1 for s in self.schedule if s.below_tokens is not None and s.below_tokens <= tokens]
-        return max(self.stage(n).candidates for n in [*edges, tokens])
+        return most_candidates(self.schedule, tokens, self.top_k, self.min_candidates_per_k)
 
     def rows(self, quiet: bool = False, ahead: int = 0) -> Tensor:
         """int32 `[slots, ROW]` on the CPU, for the next step. quiet: for a trial run, which encodes nothing. ahead: for a token

@@ -83,3 +83,9 @@ def stage_sizes(schedule: tuple[RatioStep, ...], tokens: int, top_k: int, min_ca
     candidates = max(math.ceil(tokens * step.candidate_ratio), min_candidates_per_k * top_k, top_k)
     covered = tokens * step.collision_ratio
     return StageSizes(min(tokens, candidates), tuple(math.ceil(covered * p) for p in TIER_PERCENTILES))
+
+
+def most_candidates(schedule: tuple[RatioStep, ...], tokens: int, top_k: int, min_candidates_per_k: int) -> int:
+    """Most candidates that any zone of up to `tokens` tokens has."""
+    edges = [step.below_tokens - 1 for step in schedule if step.below_tokens is not None and step.below_tokens <= tokens]
+    return max(stage_sizes(schedule, n, top_k, min_candidates_per_k).candidates for n in [*edges, tokens])

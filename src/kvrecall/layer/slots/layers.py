@@ -8,7 +8,6 @@ from torch import Tensor
 from kvrecall.cache.slot_zones import ZonePlan
 from kvrecall.core.cuda import staging
 from kvrecall.core.launch import cdiv
-from kvrecall.index.table import WIDE
 from kvrecall.layer.slots.base import SlotAssignment, SlotLayer, cache_times, kind_of, require_pinned
 from kvrecall.layer.slots.dense import DenseSlots
 from kvrecall.layer.slots.search import SearchSlots
@@ -16,14 +15,6 @@ from kvrecall.layer.state import LayerState
 
 _ALIGNED = 4
 """int32 numbers of 16 bytes: kernels are compiled once for addresses that are multiples of these."""
-_SPARE = 8
-"""Room is rounded up by up to an eighth, so that a sequence that is slightly longer still fits."""
-
-
-def bucket_length(tokens: int) -> int:
-    """A length that holds `tokens` tokens, at most an eighth more and some."""
-    step = max(WIDE, (1 << tokens.bit_length()) // (2 * _SPARE))
-    return step * cdiv(tokens, step)
 
 
 class SlotLease:

@@ -215,8 +215,8 @@ class DecodeGraph:
         self._forget_trial()
 
     def _warm_up(self, launch: Any) -> Tensor:
-        """Launches a step without a graph, which compiles kernels, all at once, and opens the ranks' connections. Returns a copy
-        of its logits."""
+        """Launches a step without a graph, which compiles kernels, all at once, and opens the ranks' connections. Returns a
+        copy of its logits."""
         self.layers.prepare(trial=True)
         device = self._now.device
         aside, self._branch = _streams(device)

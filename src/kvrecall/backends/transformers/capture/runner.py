@@ -26,7 +26,8 @@ from kvrecall.backends.transformers.capture.projections import join_projections
 from kvrecall.backends.transformers.capture.ranks import ranks_of
 from kvrecall.backends.transformers.capture.structure import StepKey
 from kvrecall.core.errors import CaptureError, CaptureMismatchError, NonFiniteError
-from kvrecall.layer.slots.layers import SlotLease, bucket_length
+from kvrecall.index.table import bucket_length
+from kvrecall.layer.slots.layers import SlotLease
 
 _MOST_GRAPHS = 4
 """Graphs that are kept per model; the least recently used one is dropped."""

@@ -16,7 +16,7 @@ def block_level(b_low, b_mid, b_top, u, U: tl.constexpr):
     """The 24 bits of levels of block u, from bit 0 on. Three words hold four blocks, or three bytes one block."""
     if U == 1:
         b_level = b_low | (b_mid << 8) | (b_top << 16)
-    else:  # a word for the first bits, and one for those behind it: the first block lies in its word whole, and so does the last
+    else:  # from one word or two; the first and the last block lie in one
         b_first = tl.where(u < 2, b_low, tl.where(u == 2, b_mid, b_top)).to(tl.uint32, bitcast=True)
         b_rest = tl.where(u == 1, b_mid, b_top) << (8 * u)
         b_level = (b_first >> (24 * u) % 32).to(tl.int32, bitcast=True) | tl.where((u == 1) | (u == 2), b_rest, 0)
