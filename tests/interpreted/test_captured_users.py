@@ -85,6 +85,17 @@ def test_steps_of_one_method_are_captured_together(
     assert Launched.recorded_steps == 3  # of one, two and four slots
 
 
+def test_requests_that_come_together_are_recorded_once(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With slots for those whose prompts are still read, and for the last one when the others have ended."""
+    model = tiny("llama", **SINGLE)
+    users = [User(PARIS, (length,), 4 + i, seed=i, more=GREEDY) for i, length in enumerate((40, 36, 44))]
+    expected = [user.alone(model) for user in users]
+    capture(monkeypatch)
+    requests = [user.submit(model) for user in users]
+    assert [request.result().new_tokens for request in requests] == expected
+    assert Launched.recorded_steps == 1 and sizes == [1]
+
+
 def test_methods_that_differ_are_captured_each_by_itself(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama", **SINGLE)
     first, second = User(LOUIS, (40,), 10, more=GREEDY), User(PARIS, (36,), 4, seed=1, more=GREEDY)

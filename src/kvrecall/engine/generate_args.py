@@ -71,6 +71,11 @@ class GenerateArgs:
         """Whether it uses prompt look-up."""
         return self.config.prompt_lookup_num_tokens is not None
 
+    @property
+    def shares_steps(self) -> bool:
+        """Whether its captured steps can be those of other requests, too. Prompt look-up has steps of its own width."""
+        return self.capture is not False and not self.looks_up
+
     def computing(self) -> AbstractContextManager[Any]:
         """The autocast context of the caller's thread."""
         enabled, dtype = self.autocast

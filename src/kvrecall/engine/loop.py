@@ -320,7 +320,8 @@ class Loop:
             return
         members = [job.member for job in jobs if job.member is not None]
         made = []
-        for job, logits in zip(jobs, self._stepper.step(members), strict=True):
+        coming = [job.args for job in self._active if not job.decodes]
+        for job, logits in zip(jobs, self._stepper.step(members, coming), strict=True):
             if isinstance(logits, Exception):
                 self._end(job, logits)
             else:

@@ -90,7 +90,7 @@ class Member:
     @property
     def shares(self) -> bool:
         """Whether its steps can be captured together with those of others."""
-        if self._lost is not None or self.captured is None or self.apart or self.args.looks_up:
+        if self._lost is not None or self.captured is None or self.apart or not self.args.shares_steps:
             return False
         return self.captured.ready
 
@@ -179,8 +179,9 @@ class Stepper:
         self._joint: JointCache | None = None
         self._runners: dict[Any, Any] = {}  # GraphRunner, by the key of its members
 
-    def step(self, members: Sequence[Member]) -> list[Logits]:
-        """Feeds each member's last tokens. One entry per member, in order.
+    def step(self, members: Sequence[Member], coming: Sequence[GenerateArgs] = ()) -> list[Logits]:
+        """Feeds each member's last tokens. One entry per member, in order. coming: requests that will decode soon; a captured
+        step has room for them.
 
         After KeyboardInterrupt and the like no member has made the step, and it can be repeated.
         """
@@ -189,6 +190,10 @@ class Stepper:
                 if member.ahead is not None:
                     member.rewind()
                     member.go_on_captured()
+        for member in members:
+            if member.runner is not None and not member.args.looks_up:
+                kind = _kind(member.args)
+                member.runner.coming = sum(args.sequences for args in coming if args.shares_steps and _kind(args) == kind)
         checked = _to_check(members)
         others = [member for member in members if member not in checked]
         try:
@@ -223,7 +228,7 @@ class Stepper:
         for number, member in enumerate(members):
             model, args = member.decoding.model, member.args
             if member.shares:
-                key: Any = ("captured", id(model), args.autocast, args.compiled, args.cache.method)
+                key: Any = ("captured", id(model), *_kind(args))
             else:
                 member.release()
                 key = (id(model), args.autocast) if member.joins else number
@@ -307,6 +312,11 @@ class Stepper:
         failed = dict(joint.failed)
         joint.failed.clear()  # errors' frames would keep the joint cache alive
         return [failed.get(number, logits[rows]) for number, rows in enumerate(joint.rows)]
+
+
+def _kind(args: GenerateArgs) -> tuple[Any, ...]:
+    """What requests of one model have in common that can share a captured step."""
+    return args.autocast, args.compiled, args.cache.method
 
 
 def _joint_call(group: list[Member], joint: JointCache) -> Tensor:

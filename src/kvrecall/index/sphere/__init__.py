@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["STAGE_ONE", "PagedCodes", "SphereConfig", "SphereIndex"]
 
 _LEAST_ROOM, _MOST_SPARE = 1024, 65_536
-"""Scratch of searches grows by this many tokens at a time."""
+"""Scratch of searches is for at least so many tokens, and grows by at most so many more than are needed."""
 _ENCODE_TOKENS = 8192
 """Tokens encoded at a time: bounds the fp32 temporaries to a few times H_kv * 8192 * D * 4 bytes."""
 

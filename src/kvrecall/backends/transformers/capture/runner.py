@@ -33,6 +33,9 @@ _MOST_GRAPHS = 4
 """Graphs that are kept per model; the least recently used one is dropped."""
 _TOO_LARGE = 4
 """A graph with slots this many times longer than a sequence needs is slower than a new one."""
+_WORTH_RECORDING = 256
+"""Steps that one sequence may still make, from which on it gets a graph of its own when others have ended: recording takes as
+long as some hundred steps."""
 _CHECKED_STEPS = 64
 """Steps between two checks for non-finite keys."""
 _graphs: WeakKeyDictionary[PreTrainedModel, list[DecodeGraph]] = WeakKeyDictionary()
@@ -70,6 +73,8 @@ class GraphRunner:
         """The model's own forward, if another function stands in its place."""
         self.graph: DecodeGraph | None = None
         """The current graph; None while no cache is borrowed."""
+        self.coming = 0
+        """Sequences of other requests that will join: a graph is made with slots for them, too, and recorded once."""
         self._leases: dict[int, CacheLease] = {}
         """By id of the cache; a lease keeps the cache alive."""
         self._steps = 0
@@ -98,7 +103,8 @@ class GraphRunner:
         try:
             inputs = self._with_room(inputs)
             missing = [x for x in inputs if id(x.cache) not in self._leases]
-            too_large = self.graph is not None and len(inputs) == 1 and self.graph.slots > _slots_for(inputs)
+            alone = self.graph is not None and len(inputs) == 1 and self.graph.slots > self._slots_for(inputs)
+            too_large = alone and inputs[0].reserve_tokens >= _WORTH_RECORDING
             if not missing and not too_large:
                 return
             with self._ranks.agreeing():
@@ -221,7 +227,7 @@ class GraphRunner:
     def _begin(self, inputs: Sequence[StepInput]) -> None:
         """Takes all caches into another graph that was recorded before, or records one."""
         key = _key_of(self._model, self._compiled, self._ranks.size, self.width)
-        slots, leases = _slots_for(inputs), list[SlotLease]()
+        slots, leases = self._slots_for(inputs), list[SlotLease]()
         try:
             with self._ranks.agreeing():
                 for x in inputs:
@@ -250,6 +256,9 @@ class GraphRunner:
                 lease.undo()
             self._raise_as_capture_error(error)
             raise
+
+    def _slots_for(self, inputs: Sequence[StepInput]) -> int:
+        return 1 << (_sequences(inputs) + self.coming - 1).bit_length()
 
     def _all_ranks(self, flag: bool) -> bool:
         """Whether a flag is set on every rank."""
@@ -400,7 +409,3 @@ def _key_of(model: PreTrainedModel, compiled: bool, ranks: int, width: int) -> S
 
 def _sequences(inputs: Sequence[StepInput]) -> int:
     return sum(x.cache.sequences for x in inputs)
-
-
-def _slots_for(inputs: Sequence[StepInput]) -> int:
-    return 1 << (_sequences(inputs) - 1).bit_length()

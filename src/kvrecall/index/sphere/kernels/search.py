@@ -52,6 +52,8 @@ _COMPACT_WARPS, _MANY = 4, 2048
 """From this many programs on each has one warp, because other programs hide its waiting."""
 _PROGRAMS = 16 * 132
 """Most programs of a launch for several sequences: each takes several parts if there are more."""
+_SEQUENCES = 16
+"""Most sequences of a launch for several, unless there are more: kernels for more take hardly longer."""
 _ROTATED_ROWS, _MANY_ROWS, _MANY_COLUMNS = 16, 64, 4 * 132
 """Coordinates per program of the queries' rotation, for one sequence and for several; most programs besides for several."""
 _SHIFT_BLOCKS, _FEWEST_SPANS, _MOST_SPANS = 128, 16, 64
@@ -245,10 +247,10 @@ class GpuSearch:
 
     def _walk(self, parts: int, pairs: range) -> tuple[tuple[int, ...], int]:
         """Grid of a launch for up to `parts` parts of each pair (`work.walk`), and most sequences that the pairs belong to: 1,
-        or all, so that a kernel is compiled for two numbers."""
+        or all and at least `_SEQUENCES`, so that a kernel is compiled for few numbers."""
         if self._of_one(pairs):
             return (parts, len(pairs)), 1
-        return (min(parts * len(pairs), _PROGRAMS),), next_power_of_2(len(self.pairs) // self._heads)
+        return (min(parts * len(pairs), _PROGRAMS),), max(_SEQUENCES, next_power_of_2(len(self.pairs) // self._heads))
 
     def scan(self, tables: Tables, plan: Tensor, fire: Tensor, pairs: range | None = None, among: int | None = None) -> None:
         """Computes the scores of all tokens and their histogram. among: as in `launch`."""
