@@ -6,6 +6,7 @@ Every refusal has a reason; `scripts/composition_table.py` prints all pairs.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 from kvrecall import parts
@@ -88,6 +89,7 @@ class Method(TypedFields):
             raise ParameterError("dense_layers", "numbers of layers, from 0 on", self.dense_layers, "Layers count from 0.")
         _check(self)
         object.__setattr__(self, "per_layer", self._checked_layers())
+        vars(self).pop("_index_config")  # a subclass may still change fields
 
     def at(self, layer: int) -> Method:
         """The method of one layer, by the layer's number in the model: with that layer's values and without `per_layer`."""
@@ -144,6 +146,10 @@ class Method(TypedFields):
 
     def index_config(self) -> IndexConfig | None:
         """The index that is used, with `gqa` applied; None for a method that never searches."""
+        return self._index_config
+
+    @cached_property
+    def _index_config(self) -> IndexConfig | None:
         config = self.own_index() if self.index is None else self.index
         return config if config is None or self.gqa is None else replace(config, gqa=self.gqa)
 

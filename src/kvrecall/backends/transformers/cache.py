@@ -193,7 +193,7 @@ class RetrievalCache(CacheState):
         self.reserved_tokens = tokens
         for layer in self.retrieval_layers:
             if layer.state is not None:
-                layer._reserve(tokens)
+                layer.reserve(tokens)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

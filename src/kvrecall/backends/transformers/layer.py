@@ -112,7 +112,8 @@ class RetrievalLayer(TaggedLayer):
             on_device = self.rows_on_device(cache, shape, keys.shape[2])
             self.state = LayerState(self.number, shape, cache.method, cache.profile, cache.observe_queries, tables, on_device)
         if cache.reserved_tokens:
-            self._reserve(cache.reserved_tokens)
+            check_device([self.state], cache.reserved_tokens)
+            self.reserve(cache.reserved_tokens)
         self.is_initialized = True
 
     def rows_on_device(self, cache: Any, shape: LayerShape, tokens: int) -> bool:
@@ -265,9 +266,9 @@ class RetrievalLayer(TaggedLayer):
         assert self.state is not None
         return self.state
 
-    def _reserve(self, tokens: int) -> None:
+    def reserve(self, tokens: int) -> None:
+        """Announces the final length, in tokens per sequence, for which the device has room (`check_device`)."""
         state = self._ready()
-        check_device([state], tokens)
         sizes = state.store.sizes
         retrieved = max(0, tokens - sizes.sink_tokens - sizes.local_tokens)
         # Captured decoding writes rows of the window; pools and tables that are too short are copied.
