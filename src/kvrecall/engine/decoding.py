@@ -148,9 +148,19 @@ class Decoding:
         """Positions of the next tokens, one per sequence; for joinable requests."""
         return [last + len(self.steps) for last in self._last]
 
+    @property
+    def missing(self) -> int:
+        """Tokens of the prompt that the cache does not hold."""
+        return self._prompt - self.cache.get_seq_length()
+
+    def to_read(self) -> Tensor:
+        """What `read` feeds, ids and their positions, int64 `[2, B, T]`; for joinable requests."""
+        chunk = slice(self._prompt - self.missing, self._prompt)
+        return torch.stack([x[:, chunk] for x in (self._ids, self._arguments["position_ids"])])
+
     def read(self) -> Tensor:
         """Feeds the tokens of the prompt that the cache does not hold; logits `[B, vocabulary]`."""
-        missing = self._prompt - self.cache.get_seq_length()
+        missing = self.missing
         inputs = self.model.prepare_inputs_for_generation(
             self.sequences, next_sequence_length=missing, is_first_iteration=True, **self._arguments
         )

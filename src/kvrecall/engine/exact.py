@@ -136,9 +136,11 @@ class ExactDecoding(Decoding):
         self._checking, self._drafting = True, False
         self.cache.return_to(self._mark)
 
-    def to_check(self) -> tuple[Tensor, list[int]]:
-        """What a check feeds, ids int64 `[B, n + 1]`, and the position of each sequence's first one; for joinable requests."""
-        return self.sequences[:, -1 - self.drafted :], [position - self.drafted for position in self.positions()]
+    def to_check(self) -> Tensor:
+        """What a check feeds, ids and their positions, int64 `[2, B, n + 1]`; for joinable requests."""
+        ids = self.sequences[:, -1 - self.drafted :]
+        ends = torch.tensor(self.positions(), dtype=torch.int64, device=ids.device).unsqueeze(1)
+        return torch.stack([ids, ends + torch.arange(-self.drafted, 1, dtype=torch.int64, device=ids.device)])
 
     def _attend_whole(self, tokens: int) -> Tensor:
         """Feeds the last tokens to full attention; logits of each."""

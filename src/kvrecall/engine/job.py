@@ -48,6 +48,7 @@ class Job:
         """Its decoding; None until the prompt's last chunk."""
         self._held: int | None = None
         self._ready = 0
+        self._begun: Member | None = None
         self._delivering = threading.RLock()
         self._streamer = None
         if args.on_text is not None and args.tokenizer is not None:
@@ -97,9 +98,34 @@ class Job:
             self.prepare()
             return self._read()
         except BaseException:
-            self.args.cache.align()
-            self._held = None
+            self.begin_again()
             raise
+
+    def begin_again(self) -> None:
+        """After an interrupted chunk: the next one goes on behind what the cache holds."""
+        self.args.cache.align()
+        self._held = self._begun = None
+
+    @property
+    def at_end(self) -> bool:
+        """Whether the next chunk of its prompt is the last one."""
+        return self._held is not None and self._held >= self._ready
+
+    @property
+    def missing(self) -> int:
+        """Tokens of its prompt that are not read yet."""
+        return self.args.prompt_tokens - (self._held or 0)
+
+    def begin(self) -> Member:
+        """Its decoding, which reads the last chunk."""
+        if self._begun is None:
+            args, mask = self.args, self.args.attention_mask
+            args.cache.align()
+            mask = torch.ones_like(args.input_ids) if mask is None else mask
+            kind = kind_of(args.cache, args.exact, args.looks_up)
+            decoding = kind(args.model, args.cache, args.input_ids, mask, args.config, args.seed, args.tokenizer)
+            self._begun = Member(args, decoding)
+        return self._begun
 
     def _read(self) -> Tensor | None:
         args, held = self.args, self._held or 0
@@ -110,14 +136,13 @@ class Job:
             self._held = end
             self._tell_read(end)
             return None
-        args.cache.align()
-        mask = args.attention_mask
-        mask = torch.ones_like(args.input_ids) if mask is None else mask
-        kind = kind_of(args.cache, args.exact, args.looks_up)
-        member = Member(args, kind(args.model, args.cache, args.input_ids, mask, args.config, args.seed, args.tokenizer))
-        logits = member.first()
-        self.member = member
+        logits = self.begin().first()
+        self.read_last()
         return logits
+
+    def read_last(self) -> None:
+        """The last chunk is read."""
+        self.member, self._begun = self._begun, None
 
     def accept(self, tokens: list[int]) -> bool:
         """Adds the tokens chosen after a call; returns whether the request is complete."""
@@ -164,7 +189,8 @@ class Job:
                 if self.args.made:
                     self.args.cache.reset()
             self._end = time.perf_counter()
-            self.member, self.error = None, error and _without_frames(error)
+            self.member = self._begun = None
+            self.error = error and _without_frames(error)
             self.ended = True
             self.args.cache.owner.release(self)
 

@@ -27,8 +27,10 @@ from kvrecall.core.cuda import HostCopy
 from kvrecall.core.errors import CaptureError, ParameterError, RequestCancelledError
 from kvrecall.engine.job import Job
 from kvrecall.engine.memory import fits, refuse_too_large
-from kvrecall.engine.steps import Stepper
+from kvrecall.engine.steps import Stepper, first_block
 
+_TOGETHER = 1024
+"""Most tokens of a call that reads the ends of several prompts, rows times length: it gives logits of each."""
 _lock = threading.Lock()
 _loops: WeakKeyDictionary[PreTrainedModel, Loop] = WeakKeyDictionary()
 
@@ -245,8 +247,9 @@ class Loop:
                         self._step(decoding)
                 elif reading:
                     self._step_next = True
-                    with self._signals(own, reading[:1]), step([reading[0].args.cache]):
-                        self._read(reading[0])
+                    reading = _beside(reading)
+                    with self._signals(own, reading), step([job.args.cache for job in reading]):
+                        self._read(reading)
         except Exception as error:  # an error of the loop itself must end all waiting
             for job in [*self._active, *self._waiting]:
                 self._end(job, error)
@@ -306,13 +309,33 @@ class Loop:
             return False
         return not any(map(_alone, (job.args.model, others[0].model))) and fits(job.args, others)
 
-    def _read(self, job: Job) -> None:
+    def _read(self, jobs: list[Job]) -> None:
+        """Reads the next chunk of a prompt, or the last ones of several."""
+        found = self._read_together(jobs) if len(jobs) > 1 else None
+        job, made = jobs[0], list[tuple[Job, Tensor]]()
         try:
-            logits = job.read()
-            if logits is not None:
-                self._accept([(job, logits)])
+            if found is None and (logits := job.read()) is not None:
+                made = [(job, logits)]
         except Exception as error:
             self._end(job, error)
+        for job, logits in zip(jobs, found or (), strict=False):
+            if isinstance(logits, Exception):
+                self._end(job, logits)
+            else:
+                job.read_last()
+                made.append((job, logits))
+        self._accept(made)
+
+    def _read_together(self, jobs: list[Job]) -> list[Tensor | Exception] | None:
+        """One call for all; None, and nothing is read, if that is impossible."""
+        try:
+            return self._stepper.read_together([job.begin() for job in jobs])
+        except Exception:  # of one of them, which says so when it reads alone
+            return None
+        except BaseException:
+            for job in jobs:
+                job.begin_again()
+            raise
 
     def _step(self, jobs: list[Job]) -> None:
         jobs = [job for job in jobs if self._same_model(job)]
@@ -375,6 +398,22 @@ class Loop:
                 if not self._active:
                     self._attached.close()
                 self._tell()
+
+
+def _beside(reading: list[Job]) -> list[Job]:
+    """The first request whose prompt is read, and those whose last chunk can be read with its own: prompts that begin with the
+    same rows, such as questions about one document."""
+    first, *others = reading
+    block = first_block(first.args) if first.at_end and not first.args.looks_up else None
+    if block is None:
+        return [first]
+    jobs, longest = [first], first.missing
+    for job in others:
+        alike = job.at_end and not job.args.looks_up and job.args.autocast == first.args.autocast
+        if alike and first_block(job.args) == block and (len(jobs) + 1) * max(longest, job.missing) <= _TOGETHER:
+            jobs.append(job)
+            longest = max(longest, job.missing)
+    return jobs
 
 
 def _alone(model: Any) -> bool:

@@ -271,24 +271,19 @@ class Stepper:
             made.update(zip(map(id, group), found or [member.own(member.checked) for member in group], strict=True))
         return made
 
+    def read_together(self, group: Sequence[Member]) -> list[Logits] | None:
+        """The last chunks of several prompts, whose first rows are shared, in one call; None if they cannot be."""
+        if not all(member.joins and (member.decoding.missing > 1 or member.decoding.exact) for member in group):
+            return None  # a single token searches, as in `model.generate`
+        found = _attended_whole(group, [member.decoding.to_read() for member in group])
+        return found and [each if isinstance(each, Exception) else each[:, -1] for each in found]
+
     def _checked_together(self, group: list[Member]) -> list[Logits] | None:
-        """One call for all, which reads rows that they share once; None if it fails."""
-        counts = [1 + member.exact_decoding.drafted for member in group]
-        joint: JointCache | None = None
-        try:
-            for member in group:
-                member.exact_decoding.begin_check()
-                member.go_on_captured()
-            joint = JointCache([member.decoding.cache for member in group], counts)
-            logits = _joint_check(group, joint)
-        except Exception as error:
-            if isinstance(error, NotTogetherError):
-                _apart.add(group[0].decoding.model)
-            if joint is not None:
-                joint.align()
-            return None
-        parts = zip(joint.rows, counts, strict=True)
-        return [joint.failed.get(number, logits[rows, :count]) for number, (rows, count) in enumerate(parts)]
+        """One call for all; None if it fails."""
+        for member in group:
+            member.exact_decoding.begin_check()
+            member.go_on_captured()
+        return _attended_whole(group, [member.exact_decoding.to_check() for member in group])
 
     def forget(self) -> None:
         """Releases all caches."""
@@ -329,20 +324,31 @@ def _joint_call(group: list[Member], joint: JointCache) -> Tensor:
     return outputs.logits[:, -1]
 
 
-def _joint_check(group: list[Member], joint: JointCache) -> Tensor:
-    """Logits `[rows, tokens, vocabulary]` of one call of full attention; those behind a member's own tokens mean nothing."""
-    width, rows = max(joint.tokens), list[Tensor]()
-    for member in group:
-        ids, first = member.exact_decoding.to_check()
-        starts = torch.tensor(first, dtype=torch.int64, device=ids.device).unsqueeze(1)
-        positions = starts + torch.arange(ids.shape[1], dtype=torch.int64, device=ids.device)
-        rows.append(torch.nn.functional.pad(torch.stack([ids, positions]), (0, width - ids.shape[1])))
-    ids, positions = torch.cat(rows, 1).to(group[0].decoding.model.device)
-    with ExitStack() as reading, group[0].args.computing(), torch.no_grad():
-        for member in joint.members:
-            reading.enter_context(member.reading_prompt())
-        inputs: dict[str, Any] = {"input_ids": ids, "position_ids": positions, **cache_argument(joint)}
-        return group[0].decoding.model(**inputs, use_cache=True, return_dict=True).logits
+def _attended_whole(group: Sequence[Member], chunks: Sequence[Tensor]) -> list[Logits] | None:
+    """Full attention of a chunk of each member in one call, which reads rows that they share once: logits
+    `[B, T, vocabulary]`. None if it fails; then no cache has changed.
+
+    chunks: ids and their positions, int64 `[2, B, T]`.
+    """
+    model, counts = group[0].decoding.model, [chunk.shape[2] for chunk in chunks]
+    joint: JointCache | None = None
+    try:
+        joint = JointCache([member.decoding.cache for member in group], counts)
+        padded = [torch.nn.functional.pad(chunk, (0, max(counts) - chunk.shape[2])) for chunk in chunks]
+        ids, positions = torch.cat(padded, 1).to(model.device)
+        with ExitStack() as reading, group[0].args.computing(), torch.no_grad():
+            for cache in joint.members:
+                reading.enter_context(cache.reading_prompt())
+            inputs: dict[str, Any] = {"input_ids": ids, "position_ids": positions, **cache_argument(joint)}
+            logits: Tensor = model(**inputs, use_cache=True, return_dict=True).logits
+    except Exception as error:
+        if isinstance(error, NotTogetherError):
+            _apart.add(model)
+        if joint is not None:
+            joint.align()
+        return None
+    parts = zip(joint.rows, counts, strict=True)
+    return [joint.failed.get(number, logits[rows, :count]) for number, (rows, count) in enumerate(parts)]
 
 
 def _to_check(members: Sequence[Member]) -> list[Member]:
@@ -350,14 +356,14 @@ def _to_check(members: Sequence[Member]) -> list[Member]:
     member that draws its tokens has checks of its own, because they take random numbers."""
     exact = [member for member in members if isinstance(member.decoding, ExactDecoding)]
     due = [member for member in exact if member.exact_decoding.checks]
-    shared = {_first_block(member) for member in due} - {None}
+    shared = {first_block(member.args) for member in due} - {None}
     early = [member for member in exact if member.exact_decoding.drafted and not member.decoding.samples]
-    return [member for member in exact if member in due or (member in early and _first_block(member) in shared)]
+    return [member for member in exact if member in due or (member in early and first_block(member.args) in shared)]
 
 
-def _first_block(member: Member) -> tuple[int, int] | None:
+def first_block(args: GenerateArgs) -> tuple[int, int] | None:
     """What only sequences with the same first rows have; None for a cache of several sequences, or without blocks."""
-    tables = member.decoding.cache.tables
+    tables = args.cache.tables
     return tables[0].beginning if tables and len(tables) == 1 else None
 
 
