@@ -42,6 +42,7 @@ METHODS = {
     "louiskv-retrieval": kvrecall.LouisKV(top_k=9, threshold=0.0, compare="retrieval", max_stride=3, **CLUSTERS, **ZONES),
     "stride": kvrecall.LouisKV(top_k=9, trigger="fixed-stride:steps=3", gqa="max", **CLUSTERS, **ZONES),
     "prkv": kvrecall.PRKV(top_k=16, **PAGES, **ZONES),
+    "prkv-aligned": kvrecall.PRKV(top_k=16, **PAGES | {"refresh_interval": 8}, **ZONES),
     "prkv-at-once": kvrecall.PRKV(top_k=16, **PAGES | {"refresh_lead_tokens": 0}, **ZONES),
     "landmarks": kvrecall.Method(
         top_k=10, index="pages:page_tokens=4,bounds=mean", static="outlier-pages:pages=1,page_tokens=2", **ZONES
@@ -189,7 +190,7 @@ def test_a_decode_that_ends_in_the_middle_of_a_refresh(name: str) -> None:
     """Captured and uncaptured steps, in turn, go on with what is under way."""
     plain, other = both(METHODS[name], 2, [74, 55])
     under_way = 0
-    for number, steps in enumerate([1, 2, 1, 3]):
+    for number, steps in enumerate([1, 2, 1, 1, 3]):
         go_on(plain, other, steps, 1000 + 100 * number)
         same(plain, other)
         refreshes = [[r and r._spent for r in one.statics._refreshes] for one in (plain, other)]
@@ -206,22 +207,23 @@ def failing(*_: object) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize(("name", "interval", "lead"), [("prkv", 5, 3), ("mixed", 4, 2)])
+@pytest.mark.parametrize(("name", "first", "lead"), [("prkv-aligned", 8 + 3, 3), ("mixed", 4 + 2, 2)])
 def test_no_captured_step_waits_for_all_keys(
-    name: str, interval: int, lead: int, fails: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, first: int, lead: int, fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each is read once, in the steps of the lead; where that fails, the next call makes up for it."""
     plain, other = both(METHODS[name], 1, [74])
-    (layers, joined), read, by_step = in_slots([other], interval), [], []
+    (layers, joined), read, by_step = in_slots([other], first), [], []
 
     def spy(source: RowSource, start: int, keys: torch.Tensor) -> None:
         read.append(keys.shape[1])
         read_keys(source, start, keys)
 
     monkeypatch.setattr(pieces, "PIECE_TOKENS", 4)
-    zone, chosen = other.store.zones(0).retrieval, other.static[0]
-    for number in range(interval):
-        if fails and number == interval - lead:  # the second share of the work
+    zones, chosen = list[int](), other.static[0]
+    for number in range(first):
+        zones.append(plain.store.zones(0).retrieval)
+        if fails and number == first - lead:  # the second share of the work
             with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
                 patch.setattr(static_sets, "read_keys", failing)
                 layers.prepare()
@@ -235,20 +237,22 @@ def test_no_captured_step_waits_for_all_keys(
         out = layers.all[0].step(*new, torch.tensor([number % 2]), PARAMS)
         layers.advance()
         torch.testing.assert_close(out, decode_step(plain, *new, None, PARAMS), atol=2e-6, rtol=2e-6)
-    assert other.static[0] is not chosen and not by_step[0] and not by_step[-1]
-    assert fails or (sum(by_step) == zone and max(by_step) <= zone * 8 / 5 / lead + 4)
+    zone, grown = zones[-1 - lead], zones[-1] - zones[0] if name == "prkv-aligned" else 0
+    assert other.static[0] is not chosen and not by_step[0]
+    assert by_step[-1] == grown, "pages take in what has left the window since the sequence joined"
+    assert fails or (sum(by_step[:-1]) == zone and max(by_step) <= zone * 8 / 5 / lead + 4)
     layers.leave(joined)
     same(plain, other)
 
 
 @pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize(("name", "interval", "lead"), [("prkv", 5, 3), ("mixed", 4, 2)])
+@pytest.mark.parametrize(("name", "first", "lead"), [("prkv-aligned", 8 + 3, 3), ("mixed", 4 + 2, 2)])
 def test_keys_are_read_while_the_step_before_runs(
-    name: str, interval: int, lead: int, fails: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, first: int, lead: int, fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where that fails, the work starts again before the next step."""
     plain, other = both(METHODS[name], 1, [74])
-    (layers, joined), read = in_slots([other], interval + 1), {"before": 0, "beside": 0}
+    (layers, joined), read = in_slots([other], first + 1), {"before": 0, "beside": 0}
     monkeypatch.setattr(pieces, "PIECE_TOKENS", 4)
 
     def watched(when: str, work: Callable[[], None]) -> None:
@@ -263,32 +267,34 @@ def test_keys_are_read_while_the_step_before_runs(
                 patch.setattr(module, "read_keys", spy)
             work()
 
-    zone, chosen = other.store.zones(0).retrieval, other.static[0]
-    for number in range(interval + 1):
+    zones, chosen = list[int](), other.static[0]
+    for number in range(first + 1):
+        zones.append(plain.store.zones(0).retrieval)
         watched("before", layers.prepare)
         new = tokens(1000 + 3 * number, 1, 1)
         out = layers.all[0].step(*new, torch.tensor([number % 2]), PARAMS)
         layers.advance()
         watched("beside", layers.prepare_ahead)
         torch.testing.assert_close(out, decode_step(plain, *new, None, PARAMS), atol=2e-6, rtol=2e-6)
-        if number == interval - 1:
+        if number == first - 1:
             assert other.static[0] is not chosen
-            assert read == {"before": 0, "beside": zone} or (fails and read["before"] >= zone and not read["beside"])
+            read["beside"] -= zones[-1] - zones[0] if name == "prkv-aligned" and not fails else 0  # taken in by pages
+            assert read == {"before": 0, "beside": zones[-1]} or (fails and read["before"] >= zones[-1] and not read["beside"])
     layers.leave(joined)
     same(plain, other)
 
 
 @pytest.mark.parametrize("where", ["put", "load"])
-@pytest.mark.parametrize(("name", "interval"), [("prkv", 5), ("mixed", 4)])
+@pytest.mark.parametrize(("name", "first"), [("prkv", 5 + 3), ("mixed", 4 + 2)])
 def test_a_set_that_cannot_take_its_place_does_so_later(
-    name: str, interval: int, where: str, monkeypatch: pytest.MonkeyPatch
+    name: str, first: int, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory runs out when the state has been given back; the next call, or closing the decode, goes on from there."""
     for closes in (False, True):
         plain, other = both(METHODS[name], 1, [74, 55])
-        (layers, joined), chosen = in_slots([other], interval + 2), other.static[0]
-        for number in range(interval + 2):
-            if number == interval - 1:  # the set is due
+        (layers, joined), chosen = in_slots([other], first + 2), other.static[0]
+        for number in range(first + 2):
+            if number == first - 1:  # the set is due
                 target, what = (static_sets.StaticRefresh, "put") if where == "put" else (type(layers.all[0]), "_take_over")
                 with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
                     patch.setattr(target, what, failing)
@@ -302,7 +308,7 @@ def test_a_set_that_cannot_take_its_place_does_so_later(
             torch.testing.assert_close(out, decode_step(plain, *new, None, PARAMS), atol=2e-6, rtol=2e-6)
         layers.leave(joined)
         if closes:
-            for number in range(interval - 1, interval + 2):  # uncaptured from here on
+            for number in range(first - 1, first + 2):  # uncaptured from here on
                 new = tokens(1000 + 3 * number, 2, 1)
                 torch.testing.assert_close(decode_step(other, *new, None, PARAMS), decode_step(plain, *new, None, PARAMS))
         same(plain, other)

@@ -14,7 +14,7 @@ from kvrecall.core.errors import ParameterError
 from kvrecall.fetch import Staged
 from kvrecall.index.units.pages import PageConfig, PageIndex
 from kvrecall.layer.pipeline import decode_step, prefill_layer
-from kvrecall.static.choice import ObservationWindow
+from kvrecall.static.choice import ObservationWindow, first_age
 from tests.one_layer import dense, layer, normal, params
 
 SINK, LOCAL, WINDOW, PAGE = 2, 8, 8, 4
@@ -88,10 +88,12 @@ def naive_static(course: Course, queries: Tensor, zone: int, count: int) -> list
     """The choice of Algorithm 1 for the last `WINDOW` of queries `[6, n, 64]`, fp64."""
     total, found = queries.shape[1], []
     positions, seen_by = torch.arange(total), torch.arange(total - WINDOW, total).unsqueeze(1)
+    outside = (positions < SINK) | (positions >= SINK + zone)
+    hidden = (positions > seen_by) | (outside & (positions >= total - WINDOW))
     for h in range(2):
         keys = course.keys[h, :total].double()
         logits = queries[3 * h : 3 * h + 3, -WINDOW:].double() @ keys.T / 8
-        shares = logits.masked_fill(positions > seen_by, float("-inf")).softmax(-1).mean((0, 1))
+        shares = logits.masked_fill(hidden, float("-inf")).softmax(-1).mean((0, 1))
         best = shares[SINK : SINK + zone].argsort(descending=True, stable=True)[:count]
         found.append(sorted(best.tolist()))
     return found
@@ -120,7 +122,7 @@ def test_the_static_set_is_chosen_every_interval_by_the_last_queries(interval: i
         course.step()
         chosen = course.state.static[0]
         assert chosen is not None
-        if number % interval == 0:
+        if number == 0 or (number >= interval + lead and (number - lead) % interval == 0):  # the first set lasts longer
             assert before is None or chosen.ids is not before.ids
             assert course.static == naive_static(course, *was[max(0, number - lead)], 8)
             index = course.state.index
@@ -131,6 +133,18 @@ def test_the_static_set_is_chosen_every_interval_by_the_last_queries(interval: i
         else:
             assert before is not None and chosen.ids is before.ids and chosen.rows is before.rows
         before = chosen
+
+
+@pytest.mark.parametrize("layer", range(12))
+@pytest.mark.parametrize(("interval", "period"), [(128, 128), (128, 64), (64, 128), (128, 1)])
+def test_sets_are_judged_when_tokens_have_just_left_the_window(layer: int, interval: int, period: int) -> None:
+    """Within a quarter of the steps between two evictions; the second set not before the zone has grown."""
+    lead = 8
+    first = interval - first_age(layer, interval, lead, period) - lead
+    judged = [first + n * interval for n in range(6)]  # by the step in front of which the last query stands
+    assert lead < first + lead <= 2 * interval + lead and first >= min(period, interval)
+    together = [step % period for step in judged if period <= interval or step % (2 * interval) < interval]
+    assert together and max(together) <= period // 4
 
 
 @pytest.mark.parametrize("lead", [0, 4])
@@ -162,7 +176,7 @@ def test_steps_of_the_lead(interval: int | None, lead: int | None, steps: int) -
 def test_layers_choose_anew_at_different_steps_but_each_every_interval() -> None:
     steps = []
     for number in range(4):
-        course, chosen = random_course(refresh_interval=8), []
+        course, chosen = random_course(refresh_interval=8, update_interval=1), []
         course.state.layer = number
         for step in range(30):
             before = course.state.static[0]
@@ -171,9 +185,9 @@ def test_layers_choose_anew_at_different_steps_but_each_every_interval() -> None
             assert after is not None
             if before is None or before.ids is not after.ids:
                 chosen.append(step)
-        assert [b - a for a, b in pairwise(chosen[1:])] == [8] * (len(chosen) - 2) and chosen[0] == 0 < chosen[1] <= 8
+        assert [b - a for a, b in pairwise(chosen[1:])] == [8] * (len(chosen) - 2) and chosen[0] == 0 < chosen[1] <= 16
         steps.append(chosen[1])
-    assert len(set(steps)) == 4 and steps[0] == 8
+    assert len(set(steps)) == 4 and steps[0] == 8 + 2
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.25, 0.4, 0.5, 1.0, "online"])
@@ -281,10 +295,10 @@ def test_the_static_set_follows_the_queries_at_the_next_refresh() -> None:
     keys = placed(48, {5: U, 30: V})
     course = Course(prkv(static_ratio=0.25, top_k=4, page_tokens=1, refresh_interval=9), looking(0.2 * U, 58), keys)
     never = Course(prkv(static_ratio=0.25, top_k=4, page_tokens=1, refresh_interval=1000), looking(0.2 * U, 58), keys)
-    for number in range(12):
+    for number in range(14):
         for one in (course, never):
             one.step(looking(0.2 * V, 1)[:, 0], torch.zeros(2, 64))
-        assert course.static == [[5 if number < 9 else 30]] * 2
+        assert course.static == [[5 if number < 9 + 2 else 30]] * 2
         assert never.static == [[5]] * 2
 
 
@@ -312,7 +326,7 @@ def test_static_tokens_and_pages_together_find_what_neither_finds_alone() -> Non
 def test_a_demoted_token_is_found_in_its_page_again() -> None:
     keys = placed(48, {5: U, 30: V})
     course = Course(prkv(static_ratio=0.5, top_k=8, refresh_interval=9), looking(0.2 * U, 58), keys)
-    for _ in range(9):
+    for _ in range(9 + 2):
         course.step(looking(0.2 * V, 1)[:, 0], torch.zeros(2, 64))
         assert 5 in course.static[0] and 5 not in course.dynamic[0]
     course.step(looking(U, 1)[:, 0], -V.expand(2, 64))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvrecall.core import pieces
-from kvrecall.core.errors import ParameterError
+from kvrecall.core.errors import ParameterError, UnknownNameError
 from kvrecall.select.queries import ObservedQueries
 from kvrecall.static import choice as static
 from kvrecall.static.choice import Observation, ObservationWindow, first_age
@@ -61,7 +61,8 @@ def others_of(keys: Tensor, sink: int, zone: int) -> list[tuple[Tensor, int]]:
 
 
 def config(ratio: float | str, **more: Any) -> ObservationWindow:
-    return ObservationWindow(**{"ratio": ratio, "window_tokens": 64, "interval": 4, "page_tokens": 1, "lead_tokens": 0, **more})
+    usual = {"window_tokens": 64, "interval": 4, "page_tokens": 1, "lead_tokens": 0, "softmax": "all"}
+    return ObservationWindow(ratio, **usual | more)  # type: ignore[arg-type]
 
 
 def choose(
@@ -117,6 +118,19 @@ def test_positions_of_the_others_count() -> None:
     seen = window_shares(observed(queries, 8), keys[:, :4], [(keys[:, 4:], 8)], 0, SCALING)
     behind = window_shares(observed(queries, 8), keys[:, :4], [(keys[:, 4:], 10)], 0, SCALING)
     assert torch.equal(behind, alone) and (seen < alone).all()
+
+
+def test_of_keys_outside_those_before_the_queries_may_count_alone() -> None:
+    """Algorithm 1: the softmax runs over the keys before the observation window."""
+    keys, queries = gaussian(1, 2, 20, DIM), 3 * gaussian(4, 4, 6, DIM)
+    seen, zone, before = observed(queries, 14), keys[:, 3:12], [(keys[:, :3], 0), (keys[:, 12:14], 12)]
+    others = others_of(keys, 3, 9)  # with keys among the queries
+    paper, all_keys = config(0.5, softmax="before"), config(0.5)
+    expected = window_shares(seen, zone, before, 3, SCALING).mean((1, 2)).topk(4).indices.sort().values
+    assert torch.equal(choose(paper, seen, zone, others, 3, 8, SCALING), expected.int())
+    assert not torch.equal(choose(all_keys, seen, zone, others, 3, 8, SCALING), expected.int())
+    with pytest.raises(UnknownNameError, match="softmax"):
+        ObservationWindow(softmax="none")
 
 
 def test_keys_outside_decide_between_queries() -> None:
@@ -266,6 +280,6 @@ def test_impossible_counts(name: str, value: Any) -> None:
 def test_no_two_layers_begin_at_the_same_age(layers: int) -> None:
     ages = [first_age(number, 128) for number in range(layers)]
     assert len(set(ages)) == layers and ages[0] == 0 and all(0 <= age < 128 for age in ages)
-    early = [first_age(number, 128, 8) for number in range(layers)]  # every set is looked for after the first one
-    assert len(set(early)) == layers and early[0] == 0 and all(0 <= age < 120 for age in early)
+    early = [first_age(number, 128, 8) for number in range(layers)]
+    assert len(set(early)) == layers and early[0] == -8 and all(-8 <= age < 120 for age in early)
     assert first_age(5, None) == 0

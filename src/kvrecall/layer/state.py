@@ -90,7 +90,7 @@ class LayerState(Reversible):
         self._in_place = in_place and kernels_available(self.shape.device)
         self._tables = RowTables()
         self.static_config = None if self.index is None else method.static_config()
-        self.statics = StaticSets(self.static_config, sequences)
+        self.statics = StaticSets(self.static_config, sequences, method.update_interval)
         self.held: dict[int, HeldSelection] = {}
         self.fetched: dict[int, Fetched] = {}
         self.prompt_from: list[int | None] = [-1] * sequences  # where an unfinished prompt begins; -1: nothing read yet

@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvrecall.core.errors import ParameterError
+from kvrecall.core.errors import ParameterError, UnknownNameError
 from kvrecall.core.launch import kernels_available
 from kvrecall.core.pieces import Work, chunks, run_all
 from kvrecall.core.structs import lasting_tensors
@@ -56,6 +56,7 @@ class Observation:
         return replace(self, observed=replace(seen, queries=seen.queries.detach()), others=others)
 
 
+_SOFTMAX = ("before", "all")
 _LEAD = 8
 """Default number of steps that share the work for a static set."""
 
@@ -91,7 +92,8 @@ class ObservationWindow(StaticChoice):
     static share is rounded down to a multiple of `page_tokens`. pool_radius: neighbours on each side with which the score of a
     token is averaged (SnapKV: 2, a kernel of 5; zero outside the zone). lead_tokens: a set is chosen
     by queries and keys of this many steps before it is due, and these steps share the work. 0: one step chooses and does all
-    of the work (the paper). None: 8, or fewer if the interval is shorter.
+    of the work (the paper). None: 8, or fewer if the interval is shorter. softmax: over the keys "before" the observed queries
+    (Algorithm 1: K'_pre), or over "all" that a query sees (SnapKV).
     """
 
     name: ClassVar[str] = "observation-window"
@@ -102,8 +104,11 @@ class ObservationWindow(StaticChoice):
     page_tokens: int = 32
     pool_radius: int = 0
     lead_tokens: int | None = None
+    softmax: str = "before"
 
     def __post_init__(self) -> None:
+        if self.softmax not in _SOFTMAX:
+            raise UnknownNameError("softmax", self.softmax, _SOFTMAX)
         if self.ratio != "online" and not (isinstance(self.ratio, int | float) and 0 <= self.ratio <= 1):
             raise ParameterError("ratio", 'a share in [0, 1] or "online"', self.ratio, "The paper's constant is 0.25.")
         interval = () if self.interval is None else ("interval",)
@@ -130,7 +135,10 @@ class ObservationWindow(StaticChoice):
         for part in arrivals:
             sums.append(_mass(observed, zone[:, part], offset + part.start, scaling))
             yield LOOKED * (part.stop - part.start)
-        total, last = _total(sums, observed, sight.others, scaling), observed.queries.shape[1] - 1
+        others, last = sight.others, observed.queries.shape[1] - 1
+        if self.softmax == "before":
+            others = [(keys[:, : max(0, observed.start - at)], at) for keys, at in others]
+        total = _total(sums, observed, others, scaling)
         outer = [(observed.part(w, w + 1), total[:, :, w : w + 1]) for w in (0, last)]  # the first query and the last
         with lasting_tensors():  # steps in between may write to it in another mode
             scores = torch.zeros(zone.shape[:2], dtype=torch.float32, device=zone.device)
@@ -157,7 +165,7 @@ class StaticSet:
     """Chosen tokens of one sequence. Immutable: a new set replaces it.
 
     ids: int32 `[H_kv, m]`, ascending positions in the retrieval zone. rows: `[H_kv, m, 2, D]` on the device, contiguous.
-    age: decode steps since they were chosen; -1: the step that they were chosen for was not made.
+    age: decode steps since they were chosen; less than 0: how many more than the interval they last.
     """
 
     ids: Tensor
@@ -174,10 +182,18 @@ def check_lead(name: str, lead: int | None, interval: int | None) -> None:
         raise ParameterError(name, below, lead, "0 is the paper's rule; or choose more rarely, or leave it out.")
 
 
-def first_age(layer: int, interval: int | None, lead: int = 0) -> int:
-    """Starting age of a layer's first set. All layers choose their first set at the end of the prompt; different ages spread
-    their next choices over different steps. Multiples of the golden ratio stay apart for any number of layers."""
-    return 0 if interval is None else int(layer * 0.6180339887 % 1 * (interval - lead))
+def first_age(layer: int, interval: int | None, lead: int = 0, period: int = 1) -> int:
+    """Starting age of a layer's first set; less than 0: it lasts longer than later ones.
+
+    All layers choose their first set at the end of the prompt; different ages spread their next choices over different steps.
+    Multiples of the golden ratio stay apart for any number of layers. Tokens leave the window every `period` steps, and are not
+    static before the next choice. So the queries and keys that choose are those of the first quarter of a period.
+    """
+    if interval is None:
+        return 0
+    turn = int(layer * 0.6180339887 % 1 * interval)
+    turn -= turn % period - turn % period // 4
+    return -lead - turn if turn < period else interval - lead - turn
 
 
 def pooled(scores: Tensor, radius: int) -> Tensor:
@@ -220,7 +236,7 @@ def _by_kernels(observed: ObservedQueries, keys: Tensor) -> bool:
 
 
 def _total(sums: list[Tensor], observed: ObservedQueries, others: Iterable[tuple[Tensor, int]], scaling: float) -> Tensor:
-    """Log-sum-exp over all keys, given those of the zone's pieces."""
+    """Log-sum-exp over the zone's keys, given those of its pieces, and over others."""
     return reduce(torch.logaddexp, [*sums, *(_mass(observed, keys, at, scaling) for keys, at in others if keys.shape[1])])
 
 

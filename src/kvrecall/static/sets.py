@@ -165,8 +165,9 @@ class StaticSets(PerSequence):
 
     of_sequence = ("sets", "_counts", "_refreshes")
 
-    def __init__(self, config: StaticChoice | None, sequences: int) -> None:
-        self.config = config
+    def __init__(self, config: StaticChoice | None, sequences: int, period: int = 1) -> None:
+        """period: tokens leave the window every so many steps."""
+        self.config, self._period = config, period
         self.sets: list[StaticSet | None] = [None] * sequences
         self._counts: list[int | None] = [None] * sequences  # as measured at the end of the prompt
         self._refreshes: list[StaticRefresh | None] = [None] * sequences
@@ -199,7 +200,7 @@ class StaticSets(PerSequence):
             refresh, config, first = self._refreshes[sequence], self.config, self.sets[sequence] is None
             assert refresh is not None and config is not None
             chosen = refresh.put(sequence)
-            age = first_age(layer, config.interval, config.lead) if first else 0
+            age = first_age(layer, config.interval, config.lead, self._period) if first else 0
             self.sets[sequence] = StaticSet(chosen.ids, chosen.rows, age)
             self._counts[sequence], self._refreshes[sequence] = chosen.ids.shape[1], None
             return True
@@ -270,7 +271,8 @@ class StaticSets(PerSequence):
                 own, size = chosen and chosen.ids, (heads, None)
                 ids = part.tensor("ids", own, size, torch.int32, least=0, below=tokens, ascending=True)
                 rows = part.tensor("rows", chosen and chosen.rows, (heads, ids.shape[1], 2, dim), shape.dtype)
-                self.sets[b] = StaticSet(ids, rows, part.integer("age", chosen.age if chosen else 0, least=-1))
+                least = -1 if self.config is None else -1 - self.config.lead - (self.config.interval or 0)
+                self.sets[b] = StaticSet(ids, rows, part.integer("age", chosen.age if chosen else 0, least=least))
             refresh = self._refreshes[b]
             if part.has("refresh", refresh):
                 if self.config is None or index is None:

@@ -225,7 +225,7 @@ class SearchSlots(SlotLayer):
         after = self.zones.lengths(group.slots)
         for b, (slot, zones) in enumerate(zip(group.slots, after, strict=True)):
             pool, kept = state.store.host[b], self.attention.rows[slot]
-            start, tokens = pool.length, zones.retrieval
+            start, tokens = min(pool.length, index.lengths[b]), zones.retrieval  # less than the rows after an error
             pool.extend(tokens)
             self.part.leave(slot, index, b, tokens, partial(pool.keys, start, tokens, self.shape.device))
             state.store.resident.replace(b, 0, torch.cat([kept[:, : zones.sink], kept[:, self._window(zones)]], 1))
