@@ -39,7 +39,7 @@ def ask(
         list[str],
         typer.Argument(
             metavar="FILE…|SESSION QUESTION…",
-            help="Text files, UTF-8, in order, or the folder of a saved session; then one or several questions.",
+            help="Text files, PDF, Word or HTML, in order, or a saved session's folder; then one or several questions.",
         ),
     ],
     *,
@@ -138,7 +138,7 @@ class ChatOptions(DocumentOptions):
 
 @verb
 def chat(
-    source: Annotated[Path, typer.Argument(metavar="FILE|SESSION", help="Text file, UTF-8, or the folder of a saved session.")],
+    source: Annotated[Path, typer.Argument(metavar="FILE|SESSION", help="Text file, PDF, Word or HTML, or a saved session.")],
     choices: ChatOptions,
 ) -> Result:
     """Talk about a text file or a saved session; one question per line of standard input. /save FOLDER, /quit."""

@@ -21,7 +21,7 @@ _SAVE_SECONDS = 30.0
 
 @verb
 def read(
-    files: Annotated[list[Path], typer.Argument(help="Text files, UTF-8, in the order to be read.")],
+    files: Annotated[list[Path], typer.Argument(help="Text files, PDF, Word or HTML, in the order to be read.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the session.")],
     model: options.Model = options.DEFAULT_MODEL,
     method: options.MethodName = options.DEFAULT_METHOD,

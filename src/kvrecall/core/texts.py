@@ -8,6 +8,7 @@ from operator import index
 from pathlib import Path
 from typing import Any
 
+from kvrecall.core.documents import document_text, is_document
 from kvrecall.core.errors import InputFileError, ParameterError
 
 _NAME = re.compile(r"(?=.*[/\\]|.*\.[A-Za-z][A-Za-z0-9]{0,7}$)[\w.\-~+@%:/\\]+")
@@ -15,14 +16,17 @@ _NAME = re.compile(r"(?=.*[/\\]|.*\.[A-Za-z][A-Za-z0-9]{0,7}$)[\w.\-~+@%:/\\]+")
 
 
 def read_text(path: str | os.PathLike[str], data: bytes | None = None) -> str:
-    """A UTF-8 file's text. data: its content, if it is known.
+    """A UTF-8 file's text, or that of a document (`core.documents`). data: its content, if it is known.
 
-    Raises InputFileError if it cannot be read, is not UTF-8, or holds only whitespace.
+    Raises InputFileError if it cannot be read, is not UTF-8, or holds only whitespace, and MissingPackageError for a document
+    that needs a package.
     """
     try:
         data = Path(path).read_bytes() if data is None else data
     except OSError as error:
         raise InputFileError(path, f"cannot be read ({error.strerror})") from error
+    if data and is_document(path):
+        return document_text(path, data)
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

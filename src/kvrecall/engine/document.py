@@ -279,9 +279,10 @@ def ask(
 ) -> list[Answer]:
     """Reads a document once and answers questions about it, each on a fork of its cache, all decoded together.
 
-    document: a text or a text file's path (`pathlib.Path`, UTF-8), several of them in order, the folder of a saved session, or
-    a cache with one sequence; sessions and caches are not changed. A string that names an existing folder is a session; one
-    that names a file, or looks so, is refused. questions: one or several. Each gets the same answer as alone.
+    document: a text or a file's path (`pathlib.Path`: UTF-8, or PDF and others, `core.documents`), several of them in order,
+    the folder of a saved session, or a cache with one sequence; sessions and caches are not changed. A string that names an
+    existing folder is a session; one that names a file, or looks so, is refused. questions: one or several. Each gets the same
+    answer as alone.
 
     method: a method, or its text (`kvrecall.methods.parse`) with `settings` for its parameters; by default that of the cache
     or session, else `kvrecall.methods.recommended()`. instruction: how to answer, between document and question. The
