@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ from torch import Tensor
 
 import kvrecall
 from kvrecall import engine
-from kvrecall.backends.transformers import multi_request
+from kvrecall.backends.transformers import layer, multi_request
 from kvrecall.core.errors import NonFiniteError
 from kvrecall.engine.loop import loop_of
 from tests.backends.models import tiny
@@ -112,7 +115,82 @@ def test_a_call_that_fails_is_made_alone() -> None:
 
     model.register_forward_pre_hook(failing, with_kwargs=True)
     assert [request.result().new_tokens for request in asked(model, document, prompts)] == expected
-    assert failed == [(3, 17), (2, 17)]
+    assert failed == [(3, 17)]
+
+
+def test_one_that_has_no_memory_in_the_call_is_read_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = tiny("llama"), list[int]()
+    document, prompts = read(model), questions(9, 4, 17)
+    expected, own = alone(model, document, prompts), layer.base.attend
+
+    def attend(state: Any, new: Any, *more: Any) -> Tensor:
+        calls.append(new.count)
+        if len(calls) == 5:  # the second layer of the second request
+            raise torch.OutOfMemoryError("no memory")
+        return own(state, new, *more)
+
+    monkeypatch.setattr(layer.base, "attend", attend)
+    seen = shapes(model)
+    assert [request.result().new_tokens for request in asked(model, document, prompts)] == expected
+    assert seen[0] == (3, 17) and (1, 4) in seen
+
+
+def test_padding_in_the_ends_is_not_read_together() -> None:
+    model = tiny("llama")
+    document = read(model)
+    ids = torch.cat([text(), torch.zeros(1, 40, dtype=torch.int64), questions(9)[0][:, -9:]], 1)
+    more = {"attention_mask": (ids > 0).long()}
+    expected, seen = alone(model, document, [ids], **more), shapes(model)
+    requests = asked(model, document, [ids, ids], **more)
+    assert [request.result().new_tokens for request in requests] == expected * 2
+    assert all(rows == 1 for rows, tokens in seen if tokens > 1)
+    assert requests[0].result().cache.get_seq_length() == ids.shape[1] + 11
+
+
+def test_one_that_cannot_share_leaves_the_others_together() -> None:
+    """A question of a single token, which searches."""
+    model = tiny("llama")
+    document, prompts = read(model), questions(9, 1, 17, 4)
+    expected, seen = alone(model, document, prompts), shapes(model)
+    assert [request.result().new_tokens for request in asked(model, document, prompts)] == expected
+    assert (3, 17) in seen
+
+
+@pytest.mark.parametrize("interrupt", [False, True])
+def test_errors_hold_no_cache(interrupt: bool) -> None:
+    """Of a request in a call that then fails as a whole, or is interrupted; and of a request that has failed."""
+    model, left = tiny("llama"), [1]
+    document, prompts = read(model), questions(9, 9)
+
+    def broken(module: Any, args: Any, output: Tensor) -> Tensor:
+        if output.shape[:2] == (2, 9) or not left:
+            output = output.clone()
+            output[-1] = float("nan")
+        return output
+
+    def failing(*_: Any) -> None:
+        if left:
+            left.clear()
+            raise KeyboardInterrupt if interrupt else torch.OutOfMemoryError("no memory")
+
+    hooks = [
+        model.model.layers[1].self_attn.k_proj.register_forward_hook(broken), model.lm_head.register_forward_hook(failing),
+    ]  # fmt: skip
+
+    def run() -> list[Any]:
+        caches = [document.fork() for _ in prompts]
+        submit = engine.Engine.of(model).submit
+        requests = [submit(None, ids, own, **GENERATED) for ids, own in zip(prompts, caches, strict=True)]
+        for request in requests:
+            with suppress(KeyboardInterrupt, NonFiniteError):
+                request.result()
+        return [weakref.ref(cache) for cache in caches]
+
+    held = run()
+    gc.collect()
+    for hook in hooks:
+        hook.remove()
+    assert [cache() for cache in held] == [None, None] and not left
 
 
 def test_an_error_of_one_is_its_own() -> None:

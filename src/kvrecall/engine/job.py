@@ -24,7 +24,7 @@ from kvrecall.engine.decoding import answers
 from kvrecall.engine.exact import Drafts, ExactDecoding, kind_of
 from kvrecall.engine.generate_args import GenerateArgs
 from kvrecall.engine.prefill import read_chunk
-from kvrecall.engine.steps import Member
+from kvrecall.engine.steps import Member, first_block
 
 
 class Job:
@@ -49,6 +49,10 @@ class Job:
         self._held: int | None = None
         self._ready = 0
         self._begun: Member | None = None
+        self.apart = False
+        """Whether its prompt is read alone, because a call for several is impossible, or has failed."""
+        self.dropped: Any = None
+        """Cancels it when nobody holds its `Request` any more (`weakref.finalize`), until it has ended."""
         self._delivering = threading.RLock()
         self._streamer = None
         if args.on_text is not None and args.tokenizer is not None:
@@ -115,6 +119,14 @@ class Job:
     def missing(self) -> int:
         """Tokens of its prompt that are not read yet."""
         return self.args.prompt_tokens - (self._held or 0)
+
+    def beside(self, first: Job) -> bool:
+        """Whether the end of its prompt may be read together with that of another request, whose rows begin alike: neither has
+        padding there, nor steps of several tokens."""
+        args, block = self.args, first_block(self.args)
+        padded = args.attention_mask is not None and not bool(args.attention_mask[:, -self.missing :].all())
+        alike = block is not None and block == first_block(first.args) and args.autocast == first.args.autocast
+        return alike and self.at_end and not (self.apart or padded or args.looks_up)
 
     def begin(self) -> Member:
         """Its decoding, which reads the last chunk."""
@@ -192,6 +204,8 @@ class Job:
             self.member = self._begun = None
             self.error = error and _without_frames(error)
             self.ended = True
+            if self.dropped is not None:
+                self.dropped.detach()  # which would hold an error, and with it the frames that it has passed
             self.args.cache.owner.release(self)
 
     def _tell_read(self, tokens: int) -> None:

@@ -27,7 +27,7 @@ from kvrecall.core.cuda import HostCopy
 from kvrecall.core.errors import CaptureError, ParameterError, RequestCancelledError
 from kvrecall.engine.job import Job
 from kvrecall.engine.memory import fits, refuse_too_large
-from kvrecall.engine.steps import Stepper, first_block
+from kvrecall.engine.steps import Stepper
 
 _TOGETHER = 1024
 """Most tokens of a call that reads the ends of several prompts, rows times length: it gives logits of each."""
@@ -311,31 +311,43 @@ class Loop:
 
     def _read(self, jobs: list[Job]) -> None:
         """Reads the next chunk of a prompt, or the last ones of several."""
-        found = self._read_together(jobs) if len(jobs) > 1 else None
-        job, made = jobs[0], list[tuple[Job, Tensor]]()
+        together = [job for job in jobs if self._joins(job)] if len(jobs) > 1 else []
+        if len(together) > 1:
+            return self._read_together(together)
+        job = jobs[0]
         try:
-            if found is None and (logits := job.read()) is not None:
-                made = [(job, logits)]
+            logits = job.read()
+            if logits is not None:
+                self._accept([(job, logits)])
         except Exception as error:
             self._end(job, error)
-        for job, logits in zip(jobs, found or (), strict=False):
-            if isinstance(logits, Exception):
+
+    def _joins(self, job: Job) -> bool:
+        """Whether the end of its prompt can share a call."""
+        try:
+            job.apart = not self._stepper.reads_with_others(job.begin())
+        except Exception:  # it says so when it reads alone
+            job.apart = True
+        return not job.apart
+
+    def _read_together(self, jobs: list[Job]) -> None:
+        """Reads the ends of several prompts by one call; those for which it fails are read alone later."""
+        try:
+            found = self._stepper.read_together([job.begin() for job in jobs])
+        except BaseException:
+            for job in jobs:
+                job.begin_again()
+            raise
+        made = list[tuple[Job, Tensor]]()
+        for job, logits in zip(jobs, found, strict=True):
+            if logits is None:
+                job.apart = True
+            elif isinstance(logits, Exception):
                 self._end(job, logits)
             else:
                 job.read_last()
                 made.append((job, logits))
         self._accept(made)
-
-    def _read_together(self, jobs: list[Job]) -> list[Tensor | Exception] | None:
-        """One call for all; None, and nothing is read, if that is impossible."""
-        try:
-            return self._stepper.read_together([job.begin() for job in jobs])
-        except Exception:  # of one of them, which says so when it reads alone
-            return None
-        except BaseException:
-            for job in jobs:
-                job.begin_again()
-            raise
 
     def _step(self, jobs: list[Job]) -> None:
         jobs = [job for job in jobs if self._same_model(job)]
@@ -404,13 +416,9 @@ def _beside(reading: list[Job]) -> list[Job]:
     """The first request whose prompt is read, and those whose last chunk can be read with its own: prompts that begin with the
     same rows, such as questions about one document."""
     first, *others = reading
-    block = first_block(first.args) if first.at_end and not first.args.looks_up else None
-    if block is None:
-        return [first]
     jobs, longest = [first], first.missing
-    for job in others:
-        alike = job.at_end and not job.args.looks_up and job.args.autocast == first.args.autocast
-        if alike and first_block(job.args) == block and (len(jobs) + 1) * max(longest, job.missing) <= _TOGETHER:
+    for job in others if first.beside(first) else ():
+        if job.beside(first) and (len(jobs) + 1) * max(longest, job.missing) <= _TOGETHER:
             jobs.append(job)
             longest = max(longest, job.missing)
     return jobs

@@ -113,7 +113,8 @@ class Request:
 
     def __init__(self, loop: Loop, job: Job) -> None:
         self._loop, self._job = loop, job
-        weakref.finalize(self, loop.abandon, job).atexit = False
+        job.dropped = weakref.finalize(self, loop.abandon, job)
+        job.dropped.atexit = False
 
     @property
     def done(self) -> bool:

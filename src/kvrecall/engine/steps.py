@@ -24,7 +24,7 @@ from torch import Tensor
 from kvrecall.backends.transformers.cache_name import cache_argument
 from kvrecall.backends.transformers.families import changing_rotary
 from kvrecall.backends.transformers.multi_request import JointCache, NotTogetherError
-from kvrecall.core.errors import CaptureError, InterruptedPassError
+from kvrecall.core.errors import CaptureError, DeviceMemoryError, InterruptedPassError
 from kvrecall.engine.decoding import Decoding
 from kvrecall.engine.exact import ExactDecoding
 from kvrecall.engine.generate_args import GenerateArgs
@@ -33,6 +33,8 @@ from kvrecall.engine.lookup import LookupDecoding
 _ALONE_STEPS = 4
 """A request that is alone again makes this many uncaptured steps before it is captured again."""
 
+_NO_MEMORY = torch.OutOfMemoryError, DeviceMemoryError
+"""Errors of a member in a call for several, alone in which it may have memory."""
 _apart: WeakSet[Any] = WeakSet()
 """Models that refused a call with rows of several requests."""
 
@@ -267,19 +269,24 @@ class Stepper:
             together.setdefault(member.args.autocast if member.joins else id(member), []).append(member)
         made: dict[int, Logits] = {}
         for group in together.values():
-            found = self._checked_together(group) if len(group) > 1 else None
-            made.update(zip(map(id, group), found or [member.own(member.checked) for member in group], strict=True))
+            found = self._checked_together(group) if len(group) > 1 else [None] * len(group)
+            for member, logits in zip(group, found, strict=True):
+                made[id(member)] = member.own(member.checked) if logits is None else logits
         return made
 
-    def read_together(self, group: Sequence[Member]) -> list[Logits] | None:
-        """The last chunks of several prompts, whose first rows are shared, in one call; None if they cannot be."""
-        if not all(member.joins and (member.decoding.missing > 1 or member.decoding.exact) for member in group):
-            return None  # a single token searches, as in `model.generate`
-        found = _attended_whole(group, [member.decoding.to_read() for member in group])
-        return found and [each if isinstance(each, Exception) else each[:, -1] for each in found]
+    @staticmethod
+    def reads_with_others(member: Member) -> bool:
+        """Whether the last chunk of its prompt can share a call. A single token searches, as in `model.generate`."""
+        return member.joins and (member.decoding.missing > 1 or member.decoding.exact)
 
-    def _checked_together(self, group: list[Member]) -> list[Logits] | None:
-        """One call for all; None if it fails."""
+    @staticmethod
+    def read_together(group: Sequence[Member]) -> list[Logits | None]:
+        """The last chunks of several prompts, whose first rows are shared, in one call; None for each for which it fails."""
+        found = _attended_whole(group, [member.decoding.to_read() for member in group])
+        return [each[:, -1] if isinstance(each, Tensor) else each for each in found]
+
+    def _checked_together(self, group: list[Member]) -> list[Logits | None]:
+        """One call for all; None for each for which it fails."""
         for member in group:
             member.exact_decoding.begin_check()
             member.go_on_captured()
@@ -324,9 +331,9 @@ def _joint_call(group: list[Member], joint: JointCache) -> Tensor:
     return outputs.logits[:, -1]
 
 
-def _attended_whole(group: Sequence[Member], chunks: Sequence[Tensor]) -> list[Logits] | None:
+def _attended_whole(group: Sequence[Member], chunks: Sequence[Tensor]) -> list[Logits | None]:
     """Full attention of a chunk of each member in one call, which reads rows that they share once: logits
-    `[B, T, vocabulary]`. None if it fails; then no cache has changed.
+    `[B, T, vocabulary]`. None for all if the call fails, and for those that had no memory in it; their caches have not changed.
 
     chunks: ids and their positions, int64 `[2, B, T]`.
     """
@@ -341,14 +348,18 @@ def _attended_whole(group: Sequence[Member], chunks: Sequence[Tensor]) -> list[L
                 reading.enter_context(cache.reading_prompt())
             inputs: dict[str, Any] = {"input_ids": ids, "position_ids": positions, **cache_argument(joint)}
             logits: Tensor = model(**inputs, use_cache=True, return_dict=True).logits
+        failed = {number: None if isinstance(error, _NO_MEMORY) else error for number, error in joint.failed.items()}
+        parts = zip(joint.rows, counts, strict=True)
+        return [failed.get(number, logits[rows, :count]) for number, (rows, count) in enumerate(parts)]
     except Exception as error:
         if isinstance(error, NotTogetherError):
             _apart.add(model)
         if joint is not None:
             joint.align()
-        return None
-    parts = zip(joint.rows, counts, strict=True)
-    return [joint.failed.get(number, logits[rows, :count]) for number, (rows, count) in enumerate(parts)]
+        return [None] * len(group)
+    finally:
+        if joint is not None:
+            joint.failed.clear()  # errors' frames would keep the caches alive
 
 
 def _to_check(members: Sequence[Member]) -> list[Member]:

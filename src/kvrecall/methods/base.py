@@ -89,7 +89,7 @@ class Method(TypedFields):
             raise ParameterError("dense_layers", "numbers of layers, from 0 on", self.dense_layers, "Layers count from 0.")
         _check(self)
         object.__setattr__(self, "per_layer", self._checked_layers())
-        vars(self).pop("_index_config")  # a subclass may still change fields
+        vars(self).pop("_index_config", None)  # a subclass may still change fields
 
     def at(self, layer: int) -> Method:
         """The method of one layer, by the layer's number in the model: with that layer's values and without `per_layer`."""
