@@ -34,8 +34,10 @@ BASE: dict[str, Any] = {
     "tie_word_embeddings": False,
 }  # fmt: skip
 MLP = {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "num_experts": 4}
+_FP32_STATES = torch.cpu._is_avx512_bf16_supported()
+"""Whether vLLM keeps a linear layer's states in fp32 on this CPU; half as many heads then have states of the same size."""
 LINEAR = {
-    "head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 64,
+    "head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 2 if _FP32_STATES else 4, "linear_key_head_dim": 64,
     "linear_value_head_dim": 64, "layer_types": ["linear_attention", "full_attention"] * 2,
 }  # fmt: skip
 
