@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from kvrecall import methods
 from kvrecall.cli.options import method_of
 from kvrecall.core.errors import InputFileError, KVRecallError, ParameterError
 from kvrecall.evaluate.plan import conditions, described
+from kvrecall.index.base import IndexConfig
 from kvrecall.index.page_means import PageMeans
 from kvrecall.methods.files import load_method, save_method
 from kvrecall.methods.settings import from_settings
@@ -154,3 +156,13 @@ def test_a_file_takes_a_budget_and_other_settings(tmp_path: Path) -> None:
         parse(str(file)).method(3)
     with pytest.raises(ParameterError, match="not both"):
         parse(f"{file}@24").method(top_k=5)
+
+
+def test_a_subclass_may_tell_its_index_itself() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Own(kvrecall.ParisKV):
+        def index_config(self) -> IndexConfig | None:
+            return kvrecall.Exact(top_k=9).index_config()
+
+    assert Own().index_config() == kvrecall.Exact(top_k=9).index_config()
+    assert kvrecall.ParisKV(gqa="max").index_config() != kvrecall.ParisKV().index_config()
