@@ -45,7 +45,10 @@ def attend_shared(chunks: Sequence[tuple[LayerState, int, Tensor]], params: Atte
     among = max(state.store.zones(i).total + q.shape[1] for state, i, q in chunks)
     how = params.scaling, params.softcap, among
     layer.counters.sent(*zones[0].stored(0, tokens))
-    with layer.store.stream_rows(b, lambda rows: attend_block(queries, rows, *how), 0, tokens) as pieces:
+    with (
+        layer.clock("prefill"),
+        layer.store.stream_rows(b, lambda rows: attend_block(queries, rows, *how), 0, tokens) as pieces,
+    ):
         whole = merge_in_turn([next(pieces)], pieces)
     ends = list(accumulate(q.shape[1] for *_, q in chunks))
     spans = [slice(end - q.shape[1], end) for end, (*_, q) in zip(ends, chunks, strict=True)]
