@@ -15,6 +15,7 @@ import kvrecall
 from kvrecall import engine
 from kvrecall.backends.transformers import layer, multi_request
 from kvrecall.core.errors import NonFiniteError
+from kvrecall.engine.decoding import Decoding
 from kvrecall.engine.loop import loop_of
 from tests.backends.models import tiny
 from tests.blocks import small_blocks
@@ -116,6 +117,19 @@ def test_a_call_that_fails_is_made_alone() -> None:
     model.register_forward_pre_hook(failing, with_kwargs=True)
     assert [request.result().new_tokens for request in asked(model, document, prompts)] == expected
     assert failed == [(3, 17)]
+
+
+def test_a_call_that_cannot_be_prepared_is_made_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, failed = tiny("llama"), list[int]()
+    document, prompts = read(model), questions(9, 4)
+    expected = alone(model, document, prompts)
+
+    def failing(_: Any) -> Tensor:
+        failed.append(1)
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(Decoding, "to_read", failing)
+    assert [request.result().new_tokens for request in asked(model, document, prompts)] == expected and failed
 
 
 def test_one_that_has_no_memory_in_the_call_is_read_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,14 +43,9 @@ class SnapKV(Method):
 
     def own_static(self) -> ObservationWindow:
         return ObservationWindow(
-            1.0,
-            self.window_tokens,
-            self.refresh_interval,
-            page_tokens=1,
-            pool_radius=self.pool_radius,
-            lead_tokens=0,
+            1.0, self.window_tokens, self.refresh_interval, page_tokens=1, pool_radius=self.pool_radius, lead_tokens=0,
             softmax="all",
-        )
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -124,9 +124,11 @@ class Job:
         """Whether the end of its prompt may be read together with that of another request, whose rows begin alike: neither has
         padding there, nor steps of several tokens."""
         args, block = self.args, first_block(self.args)
+        if not self.at_end or self.apart or args.looks_up:
+            return False
         padded = args.attention_mask is not None and not bool(args.attention_mask[:, -self.missing :].all())
         alike = block is not None and block == first_block(first.args) and args.autocast == first.args.autocast
-        return alike and self.at_end and not (self.apart or padded or args.looks_up)
+        return alike and not padded
 
     def begin(self) -> Member:
         """Its decoding, which reads the last chunk."""

@@ -417,7 +417,7 @@ def _beside(reading: list[Job]) -> list[Job]:
     same rows, such as questions about one document."""
     first, *others = reading
     jobs, longest = [first], first.missing
-    for job in others if first.beside(first) else ():
+    for job in others if others and first.beside(first) else ():
         if job.beside(first) and (len(jobs) + 1) * max(longest, job.missing) <= _TOGETHER:
             jobs.append(job)
             longest = max(longest, job.missing)

@@ -282,15 +282,18 @@ class Stepper:
     @staticmethod
     def read_together(group: Sequence[Member]) -> list[Logits | None]:
         """The last chunks of several prompts, whose first rows are shared, in one call; None for each for which it fails."""
-        found = _attended_whole(group, [member.decoding.to_read() for member in group])
+        found = _attended_whole(group, lambda member: member.decoding.to_read())
         return [each[:, -1] if isinstance(each, Tensor) else each for each in found]
 
     def _checked_together(self, group: list[Member]) -> list[Logits | None]:
         """One call for all; None for each for which it fails."""
-        for member in group:
+
+        def chunk(member: Member) -> Tensor:
             member.exact_decoding.begin_check()
             member.go_on_captured()
-        return _attended_whole(group, [member.exact_decoding.to_check() for member in group])
+            return member.exact_decoding.to_check()
+
+        return _attended_whole(group, chunk)
 
     def forget(self) -> None:
         """Releases all caches."""
@@ -331,17 +334,18 @@ def _joint_call(group: list[Member], joint: JointCache) -> Tensor:
     return outputs.logits[:, -1]
 
 
-def _attended_whole(group: Sequence[Member], chunks: Sequence[Tensor]) -> list[Logits | None]:
+def _attended_whole(group: Sequence[Member], chunk: Callable[[Member], Tensor]) -> list[Logits | None]:
     """Full attention of a chunk of each member in one call, which reads rows that they share once: logits
     `[B, T, vocabulary]`. None for all if the call fails, and for those that had no memory in it; their caches have not changed.
 
-    chunks: ids and their positions, int64 `[2, B, T]`.
+    chunk: of a member, ids and their positions, int64 `[2, B, T]`.
     """
-    model, counts = group[0].decoding.model, [chunk.shape[2] for chunk in chunks]
-    joint: JointCache | None = None
+    model, joint = group[0].decoding.model, None
     try:
+        chunks = [chunk(member) for member in group]
+        counts = [each.shape[2] for each in chunks]
         joint = JointCache([member.decoding.cache for member in group], counts)
-        padded = [torch.nn.functional.pad(chunk, (0, max(counts) - chunk.shape[2])) for chunk in chunks]
+        padded = [torch.nn.functional.pad(each, (0, max(counts) - each.shape[2])) for each in chunks]
         ids, positions = torch.cat(padded, 1).to(model.device)
         with ExitStack() as reading, group[0].args.computing(), torch.no_grad():
             for cache in joint.members:

@@ -16,13 +16,13 @@ from kvrecall.static.choice import ObservationWindow, check_lead
 class PRKV(Method):
     """A static set of single tokens beside dynamic pages.
 
-    1. At the end of the prompt and every `refresh_interval` (T) steps, the last `window_tokens` queries judge all keys: softmax
-       per query head over the keys before these queries, mean over window and group. The best `static_ratio` (S) of the budget
-       become the static set. Judging starts soon after tokens have left the window, `refresh_lead_tokens` steps before the set
-       is due, and these steps share the work (0: at once, as in the paper; None: 8, or the steps between two refreshes if
-       fewer). 2. The other tokens form pages of `page_tokens`,
-       represented by bounding volumes. 3. Every step ranks the pages by the largest product that their volume allows (mean over
-       the group of softmaxed scores) and fetches pages for the other 1 - S of the budget, in one staged bulk copy.
+    1. At the end of the prompt and every `refresh_interval` (T) steps, the last `window_tokens` queries judge all keys:
+       softmax per query head over the keys before these queries, mean over window and group. The best `static_ratio` (S) of
+       the budget become the static set. Judging starts soon after tokens have left the window, `refresh_lead_tokens` steps
+       before the set is due, and these steps share the work (0: at once, as in the paper; None: 8, or the steps between two
+       refreshes if fewer). 2. The other tokens form pages of `page_tokens`, represented by bounding volumes. 3. Every step
+       ranks the pages by the largest product that their volume allows (mean over the group of softmaxed scores) and fetches
+       pages for the other 1 - S of the budget, in one staged bulk copy.
 
     static_ratio: a share in [0, 1], or "online" to measure it at the end of the prompt (Appendix G). bounds: "mean-deviation"
     or "min-max". The paper has no sink; its local window has 64 tokens.

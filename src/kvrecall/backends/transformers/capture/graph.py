@@ -223,6 +223,11 @@ class DecodeGraph:
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
             compile_together(launch)
+        torch.cuda.current_stream().wait_stream(aside)
+        self._forget_trial()  # what torch has computed for it
+        self.layers.prepare(trial=True)
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
             logits = launch().clone()
         torch.cuda.current_stream().wait_stream(aside)
         torch.cuda.synchronize()
